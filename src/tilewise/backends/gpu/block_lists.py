@@ -1,7 +1,6 @@
-"""Block sparsity: launches that make the list of key tiles which a dense mask or block indices leave
-(`block_sparsity.py`).
+"""Block sparsity: launches that list the key tiles which a dense mask or block indices leave (`block_sparsity.py`).
 
-Lists are made through Triton once, then again by address.
+The first launch goes through Triton, later ones are by address.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from .semaphores import capturing
 
 COMPACT_RUN = 256
 BLOCK_RUN, BLOCK_CHUNK = 64, 64  # tiles and indices that a program of `list_blocks` compares in a step
-# Tiles of a mask that a program of `classify` looks at in a step, and their bytes at most: enough on their way to keep
+# Tiles of a mask that a program of `classify` reads in a step, and their bytes at most: enough loads in flight to keep
 # memory busy (h200/masks #1).
 CLASSIFY_TILES = 16
 CLASSIFY_STEP = 1 << 17
 CLASSIFY_WARPS = 16
-# LIST, RANK, and the strides that lead to a plane's: batch, head, row of tiles; and the tiles of a row.
+# LIST, RANK, and their strides: batch, head, row of tiles; and the number of tiles of a row.
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int, int, int]]
 NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
 
@@ -34,7 +33,7 @@ NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
 class Lister:
     """Makes the lists of a problem's masks, in tiles of BM queries and BK keys.
 
-    `measured`: on a GPU on which steps of `classify` were timed; Ampere's registers hold half of one.
+    `measured`: the GPU is one on which steps of `classify` were timed; Ampere's registers hold half a step.
     """
 
     def __init__(self, problem: Problem, BM: int, BK: int, measured: bool = True) -> None:
@@ -46,9 +45,9 @@ class Lister:
         self.kept: tuple[Any, ...] = ()
 
     def states(self, tile_map: TileMap) -> torch.Tensor:
-        """A map in tiles of this launch. The last one is kept: a map is made once and used by many calls.
+        """A tile map in this launch's tiles. The last one is cached: a map is made once and used by many calls.
 
-        Not in a capture, whose memory is the graph's own, nor from one stream to another.
+        Not during graph capture, whose memory belongs to the graph, nor across streams.
         """
         source = tile_map.states
         if not source.is_cuda or capturing():
@@ -64,7 +63,7 @@ class Lister:
         return states.expand(*states.shape[:3], -(-self.problem.kv_len // self.BK)).contiguous()
 
     def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
-        """The lists of a call's mask, and what later calls need to make theirs."""
+        """The lists of a call's mask, and the launch by which later calls make theirs."""
         p, device = self.problem, t.q.device
         assert t.mask is not None
         assert p.mask is not None
@@ -90,7 +89,7 @@ class Lister:
         return lists, None if ready is None else Listing(ready, self.classified or states is not None, rows, n)
 
     def classifier(self, mask: torch.Tensor) -> tuple[Kernel, Arguments]:
-        """`classify` for a mask, in words where rows of cells consist of those; and what it is given of the mask."""
+        """`classify` for a mask, by 32-bit words where rows consist of whole words; and its arguments from the mask."""
         p = self.problem
         each = 4 // mask.element_size()
         *strides, last = mask.stride()
@@ -119,7 +118,7 @@ class BlockLister:
         self.kernel = Kernel(list_blocks, constants, num_warps=4)
 
     def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
-        """The lists of a call's indices, and what later calls need to make theirs."""
+        """The lists of a call's indices, and the launch by which later calls make theirs."""
         H, tiles, n = self.heads, self.tiles, self.n
         rows = self.problem.batch * H * tiles
         LIST = torch.empty(rows * n, dtype=torch.int32, device=t.q.device)
@@ -129,7 +128,7 @@ class BlockLister:
         return lists, None if ready is None else Listing(ready, True, rows, n)
 
     def arguments(self, t: Tensors) -> Arguments:
-        """Those of `list_blocks`, but for where it writes."""
+        """The arguments of `list_blocks`, except its outputs."""
         p = self.problem
         assert p.selection is not None
         given: Arguments = {"INDICES": t.key_indices, "heads": self.heads, "group": p.group, "tiles": self.tiles}
@@ -137,7 +136,7 @@ class BlockLister:
 
 
 class Listing:
-    """The launch that makes a mask's lists again."""
+    """The launch by address that makes the lists of later calls."""
 
     def __init__(self, ready: Ready, reads: bool, rows: int, n: int) -> None:
         self.ready, self.reads = ready, reads

@@ -1,17 +1,17 @@
-"""Which key tiles a dense mask leaves to each tile of query rows, in one small launch.
+"""Block sparsity: lists the key tiles that a dense mask leaves to each tile of query rows, in one small launch.
 
-`classify` looks at every cell: 0 for a tile without a visible cell, 2 if every cell is visible and, in a float mask,
-exactly 0, else 1 (mixed); cells past the edges count as neither. It writes, for each plane and tile of query rows, the
-list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number of them before tile t, so that a kernel
-finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or calls all tiles mixed;
-`list_blocks` with block indices.
+`classify` reads every cell and gives a tile the state 0 (skip) if no cell is visible, 2 (full) if every cell is visible
+and, in a float mask, exactly 0, else 1 (mixed); cells past the edges count as neither. For each plane and tile of query
+rows it writes the list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number of them before tile
+t, so that a kernel finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or with all
+tiles mixed; `list_blocks` with block indices.
 """
 
 import triton.language as tl
 
 import triton
 
-# For each type of cells, in words of 32 bits: a word of hidden cells only, and the bits that are 0 in a word of zeros.
+# For each cell type, as 32-bit words: a word of hidden cells only, and the bits that are 0 in a word of zeros.
 HIDDEN = {"bool": 0, "f16": 0xFC00FC00, "bf16": 0xFF80FF80, "f32": 0xFF800000}
 NONZERO = {"f16": 0x7FFF7FFF, "bf16": 0x7FFF7FFF, "f32": 0x7FFFFFFF}
 
@@ -34,7 +34,7 @@ def nonzero_of(kind):
 
 @triton.jit
 def append(state, t, count, LIST, RANK, n):
-    """Tiles `t` with their states go to the end of a list of `count`; and the new count."""
+    """Appends tiles `t` with their states to a list of `count` entries; returns the new count."""
     seen = ((state != 0) & (t < n)).to(tl.int32)
     rank = count + tl.cumsum(seen, 0) - seen
     tl.store(RANK + t, rank, mask=t < n)
@@ -44,10 +44,10 @@ def append(state, t, count, LIST, RANK, n):
 
 @triton.jit
 def count_units(rows, row_ok, first, columns, mask_k, WIDE: tl.constexpr, KIND: tl.constexpr, TAIL: tl.constexpr):
-    """For each unit of a tile's rows [WIDE]: the units with a visible cell, and 2**16 for each with one that is not
-    plainly visible.
+    """For each column of units [WIDE], over a tile's rows: the number of units with a visible cell, plus 2**16 for each
+    unit with a cell that is hidden or, in a float mask, not 0.
 
-    Only a TAIL may reach past the last column; the check would keep the others from being loaded 16 bytes at a time.
+    Only a TAIL may reach past the last column; elsewhere the check would prevent loads of 16 bytes.
     """
     col = first + tl.arange(0, WIDE)
     inside = row_ok[:, None]
@@ -106,7 +106,7 @@ def list_blocks(
     INDICES, LIST, RANK, indices_b, indices_h, indices_l, heads, group, tiles, n, count,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row of tiles: those of the blocks that `count` indices name. A block has QUERIES tiles of
+    """One program for each row of tiles lists the tiles of the blocks in `count` indices. A block has QUERIES tiles of
     queries and KEYS tiles of keys.
     """
     pid = tl.program_id(0).to(tl.int64)

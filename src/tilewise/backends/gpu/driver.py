@@ -1,4 +1,4 @@
-"""NVIDIA's driver, as launches by address call it."""
+"""Calls of NVIDIA's driver, for launches by address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Attribute(ctypes.Structure):
 
 
 class Driver:
-    """What launches need."""
+    """Driver functions for launches."""
 
     def __init__(self) -> None:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -37,14 +37,14 @@ class Driver:
         self.set_context.argtypes = [ctypes.c_void_p]
 
     def context(self) -> int | None:
-        """This thread's."""
+        """The current context of this thread."""
         context = ctypes.c_void_p()
         self.get_context(ctypes.byref(context))
         return context.value
 
 
 class TensorMapDriver(Driver):
-    """What TMA's tensor maps need besides."""
+    """The same, with those for TMA tensor maps."""
 
     def __init__(self) -> None:
         super().__init__()

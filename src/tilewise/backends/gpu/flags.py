@@ -1,4 +1,4 @@
-"""Which options a GPU kernel is compiled for: what the kernels of all GPU backends have in common."""
+"""Compile-time options that the kernels of all GPU backends share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Flags:
     sinks: bool
     mask: str  # "", "bool" or "float"
     tree: bool
-    positions: bool  # of its nodes
+    positions: bool  # the nodes of the tree have positions
     linear: bool  # logits are dot products times a scale
     tail: bool  # the keys may end inside a tile
     lse: bool
@@ -43,7 +43,7 @@ class Flags:
 
 
 def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
-    """The fields of `Flags` for a problem whose keys are cut into tiles of so many."""
+    """The fields of `Flags` for a problem with tiles of so many keys."""
     p = problem
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     return {
@@ -73,7 +73,7 @@ def needs_exact_tanh(problem: Problem) -> bool:
 
 
 def softcap_of(problem: Problem) -> float:
-    """The softcap as float32 can use it: beyond these ends no finite score is told from an unbounded or capped one."""
+    """The softcap clamped for float32: beyond these limits no finite score is told from an uncapped or capped one."""
     return min(max(problem.softcap, LEAST_CAP), MOST_CAP) if problem.softcap else 0.0
 
 
@@ -88,10 +88,10 @@ def ceil_pow2(n: int) -> int:
 
 
 def classifies(problem: Problem) -> bool:
-    """Whether the mask's cells are looked at first, so that tiles can be skipped.
+    """Whether the mask's tiles are classified first, so that tiles can be skipped.
 
-    Not an additive mask with a plane of its own for each head of each row: it is dense as a rule, and reading it twice
-    costs more than the tiles that could be skipped.
+    Not for an additive mask that is broadcast over neither batch nor heads: it is usually dense, and reading it twice
+    costs more than skipping tiles would save.
     """
     p = problem
     return p.mask is not None and (p.mask.is_bool or p.mask.broadcast[0] or p.mask.broadcast[1])

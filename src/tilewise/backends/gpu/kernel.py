@@ -1,6 +1,6 @@
 """A Triton or Gluon kernel, launched through Triton once and by addresses from then on.
 
-The way through Triton takes tens of microseconds (hundreds with TMA descriptors), the direct one a few.
+A launch through Triton takes tens of microseconds (hundreds with TMA descriptors), one by address a few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def stride_arguments(name: str, dims: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:
-    """`q_b`, `q_h` and so on: strides of a tensor's first dims in units of `grain`; 0 for one that is not there."""
+    """`q_b`, `q_h` and so on: strides of a tensor's first dims in units of `grain`; 0 for an absent tensor."""
     strides = (0,) * len(dims) if x is None else x.stride()
     return {f"{name}_{dim}": stride // grain for dim, stride in zip(dims, strides, strict=False)}
 
@@ -44,16 +44,16 @@ def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
 
 
 def key_of(k: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What launches of a plan differ in beside addresses: strides, and how many rows or pages of keys there are."""
+    """What launches of a plan differ in besides addresses: strides, and the number of rows or pages of keys."""
     return (k.shape, *[x.stride() for x in given])
 
 
 class ByAddress:
-    """Launches of a plan: a call whose strides are new goes through Triton, others by address.
+    """Launches of a plan: a call with new strides goes through Triton, others by address.
 
     A subclass has SOURCES, the names of its kernels' tensors with the fields of `Tensors` in their order, and two
-    methods. `first(t, key)` goes through Triton and, with a key, leaves in `ready` what later calls need.
-    `relaunch(ready, addresses, device)` is given the addresses of what `names` names.
+    methods. `first(t, key)` launches through Triton and, with a key, stores in `ready` what later calls need.
+    `relaunch(ready, addresses, device)` launches by the addresses of the tensors in `names`.
     """
 
     SOURCES: ClassVar[dict[str, str]]
@@ -64,7 +64,7 @@ class ByAddress:
         self.present: Any = None
         self.names: list[str] = []
         self.ready: dict[Any, Any] = {}
-        self.lock = Lock()  # what is launched lies in memory that all threads share
+        self.lock = Lock()  # launch parameters are in memory that all threads share
 
     def __call__(self, t: Tensors) -> None:
         key = None
@@ -85,10 +85,10 @@ class ByAddress:
 
 
 def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
-    """The launches of a plan (`launcher`) for tensors that differ from those in `t` in their addresses only, and are
-    all aligned if those are.
+    """A function that launches a plan (`launcher`) for tensors that differ from those in `t` only in their addresses,
+    and are all aligned if those are.
 
-    They are given in the order of the fields of `Tensors`; None is left out.
+    It takes tensors in the order of the fields of `Tensors`; None is skipped.
     """
     device, index = t.q.device, t.q.device.index
     current_device = getattr(torch._C, "_cuda_getDevice", None)  # the interpreter needs no torch for GPUs
@@ -120,10 +120,10 @@ class Kernel:
         self.options = OPTIONS | options
 
     def first(self, grid: tuple[int, int], given: Arguments, maps: dict[Any, TensorMap] | None = None) -> Ready | None:
-        """Launches through Triton, which compiles if it must, with what the kernel takes of `given`; returns what later
-        launches need, if they can do without Triton.
+        """Launches through Triton, which compiles if needed, with the kernel's arguments from `given`; returns what
+        later launches by address need, or None if there are none.
 
-        `maps` are the tensor maps of kernels that are launched together, by name and block; this one's are added.
+        `maps`: tensor maps of kernels that are launched together, by name and block; this kernel's are added.
         """
         given = given | self.constants
         taken = {name: given[name] for name in self.function.arg_names}
@@ -137,10 +137,10 @@ class Kernel:
 
 
 class Ready:
-    """A compiled kernel with all arguments in place but for its stream and its pointers.
+    """A compiled kernel with all arguments in place except its stream and its pointers.
 
-    It is handed to the driver as Triton does it, less a look at each argument, most of which are compile-time ones.
-    Tensor maps are the caller's to move, one call at a time.
+    It is launched through the driver as Triton does, but without inspecting each argument, most of which are
+    compile-time ones. The caller updates the tensor maps, one call at a time.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Ready:
         pointer_at = {name: ctypes.addressof(self.addresses) + 8 * i for i, name in enumerate(self.pointers)}
         described = any(kind.startswith("tensordesc") for kind in kinds.values())
         self.driver = cuda or (tensor_map_driver() if described else driver())
-        self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first for two more arguments of every kernel, not in use
+        self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first: two more arguments of every kernel, unused
         self.maps = {} if maps is None else maps
         forms = iter(getattr(meta, "tensordesc_meta", None) or ())
         places: list[int] = []
@@ -179,7 +179,7 @@ class Ready:
         self.early = Attribute(EARLY, 0, 1)
         early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
         self.how = Launch(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
-        self.compiled = compiled  # whose code is to be launched
+        self.compiled = compiled  # keeps the code that is launched
         self.arguments = (ctypes.addressof(self.how), compiled.function, ctypes.addressof(self.parameters), None)
         self.launch = self.driver.launch
         self.context = self.driver.context()
@@ -198,7 +198,7 @@ class Ready:
         """Launches with these addresses, in the order of `pointers`."""
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        with self.lock:  # what is launched lies in memory that all threads share
+        with self.lock:  # launch parameters are in memory that all threads share
             self.pack(self.addresses, 0, *addresses)
             self.how.stream = stream
             error = self.launch(*self.arguments)

@@ -1,8 +1,8 @@
-"""Which keys the rules leave to a query, and which queries to a key, in Triton and Gluon kernels.
+"""Key spans and query spans of the position rules, in Triton and Gluon kernels.
 
 `core/mask_rules.py` has the same two functions; `numbers` are those of its RULE_NUMBERS, and `S.rules` says which rules
-there are (`RuleFlags`). Of positions that are not row numbers (`S.rules.affine`) the last three numbers say where keys
-and queries stand; each sequence may have its own.
+apply (`RuleFlags`). If positions are not row indices (`S.rules.affine`), the last three numbers give the positions of
+keys and queries; each sequence may have its own.
 """
 
 import triton.language as tl
@@ -22,7 +22,7 @@ def sequence_numbers(numbers, PLACES, b, S: tl.constexpr):
 
 @triton.jit
 def query_position(offset, row, numbers, S: tl.constexpr):
-    """Where query `row` stands, the first at `offset`."""
+    """The position of query `row`; the first is at `offset`."""
     if S.rules.affine != "":
         row = row * numbers[5]
     return offset + row
@@ -37,20 +37,20 @@ def key_position(key, numbers, S: tl.constexpr):
 
 @triton.jit
 def rows_before(distance, stride):
-    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`."""
+    """The number of rows before position `distance`, if row i is at position i * stride."""
     return tl.where(distance > 0, (distance - 1) // stride + 1, 0)
 
 
 @triton.jit
 def chunk_start(position, chunk):
-    """The first position of its chunk, of negative ones too."""
+    """The first position of the chunk of `position`, which may be negative."""
     inside = position % chunk
     return position - tl.where(inside < 0, inside + chunk, inside)
 
 
 @triton.jit
 def key_span(position, n_keys, numbers, S: tl.constexpr):
-    """`[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector."""
+    """The key span `[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector."""
     if S.rules.affine != "":
         lo, hi = affine_key_span(position, n_keys, numbers, S)
     else:
@@ -60,7 +60,7 @@ def key_span(position, n_keys, numbers, S: tl.constexpr):
 
 @triton.jit
 def query_span(key, offset, q_len, numbers, S: tl.constexpr):
-    """`[lo, hi)`: the rows that see `key`, of rows at positions `offset` on; both within `0 .. q_len`."""
+    """The query span `[lo, hi)`: the rows that see `key`, the first row at `offset`; both within `0 .. q_len`."""
     if S.rules.affine != "":
         lo, hi = affine_query_span(key, offset, q_len, numbers, S)
     else:
@@ -109,7 +109,7 @@ def affine_query_span(key, offset, q_len, numbers, S: tl.constexpr):
 
 @triton.jit
 def plain_key_span(position, n_keys, numbers, S: tl.constexpr):
-    """No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small."""
+    """No sum overflows, for any int32 position, window side or chunk: numbers of the same sign are clamped first."""
     left, right, chunk, _, _, _ = numbers
     ahead = tl.maximum(position, 0)  # `lo` is the same for all positions before the first key
     near = tl.minimum(position, n_keys)  # and `hi` for all past the last
@@ -131,8 +131,8 @@ def plain_key_span(position, n_keys, numbers, S: tl.constexpr):
 
 @triton.jit
 def tree_span(position, n_keys, own_keys, numbers, S: tl.constexpr):
-    """`[lo, hi)` of nodes of a tree at `position`, none of which stands before a key that is not the queries' own: of
-    those before `own_keys`; the others are `near` or not, each by itself.
+    """The key span `[lo, hi)` of tree nodes at `position`, which are not before any key below `own_keys`. It hides keys
+    below `own_keys`; the others are checked cell by cell (`near`).
     """
     left, _, chunk, _, _, _ = numbers
     lo = position * 0

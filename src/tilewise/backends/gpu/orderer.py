@@ -12,7 +12,7 @@ from .varlen_order import sort_sequences
 
 
 class Orderer:
-    """Ranks the sequences of a problem's packed batches."""
+    """Sorts the sequences of a problem's packed batches."""
 
     def __init__(self, problem: Problem, BQ: int) -> None:
         p = self.problem = problem
@@ -33,6 +33,6 @@ class Orderer:
         return torch.empty(2 * self.problem.batch + 2, dtype=torch.int32, device=device)
 
     def first(self, t: Tensors) -> tuple[torch.Tensor, Ready | None]:
-        """The ranks of a call's sequences, and the launch that makes those of later calls."""
+        """The order of a call's sequences, and the launch by address for later calls."""
         ranks = self.empty(t.q.device)
         return ranks, self.kernel.first((1, 1), self.arguments(t, ranks))

@@ -1,8 +1,8 @@
-"""Semaphores by which the programs of a call find the last arriver: counters, zero before a call and after it.
+"""Semaphores by which the programs of a call find the last-arriver: counters, zero before a call and after it.
 
-Calls that may run at the same time must not share them. Those of one stream run one after the other and do. A captured
-call may be replayed at any time, so it gets counters for itself; they are set aside beforehand, for inside a capture
-clearing them would be one more step of every replay.
+Concurrent calls must not share them; calls of one stream run one after the other, and do. A captured call may be
+replayed at any time, so it gets its own counters. They are allocated beforehand: cleared inside a capture, they would
+be cleared by every replay.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from threading import Thread
 
 import torch
 
-SPARE = 64  # captured calls for which counters are set aside at once
-_kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outlive all else that knows of it
+SPARE = 64  # captured calls for which counters are allocated in advance
+_kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outlive all other references to them
 
 
 class Semaphores:
@@ -40,13 +40,13 @@ class Semaphores:
         return known
 
     def address(self, stream: int, device: torch.device) -> int:
-        """Where those for a call on this stream lie; it is the current one, and no capture."""
+        """The address of the counters for a call on this stream, which is the current one and not capturing."""
         known = self.by_stream.get(stream)
         return (self.take(device) if known is None else known).data_ptr()
 
     def lasting(self, device: torch.device) -> list[torch.Tensor]:
-        """All sets, made by a thread of its own: what this one allocates may go to the pool of a CUDA graph that
-        `torch.compile` is about to capture, where nothing may stay.
+        """Allocates all sets, in a separate thread: allocations of this one may come from the pool of a CUDA graph that
+        `torch.compile` is about to capture, where nothing may persist.
         """
         made: list[torch.Tensor] = []
 
@@ -62,10 +62,10 @@ class Semaphores:
         return made
 
     def zeros(self, sets: int, device: torch.device) -> list[torch.Tensor]:
-        """Sets of counters, each at a multiple of 16 bytes."""
+        """Sets of counters, each aligned to 16 bytes."""
         return list(torch.zeros(sets, -(-self.count // 4) * 4, dtype=torch.int32, device=device).unbind(0))
 
 
 def capturing() -> bool:
-    """Whether the current stream's calls go into a CUDA graph."""
+    """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch._C._cuda_isCurrentStreamCapturing()

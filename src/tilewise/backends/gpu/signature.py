@@ -1,7 +1,7 @@
-"""Kernels whose signature is made from the declaration of their arguments, so that arguments are listed once.
+"""Kernels whose signature is generated from the declaration of their arguments, so that arguments are listed once.
 
-Triton compiles source text: what is made here is registered where `inspect` looks for it. The numbers of the mask's
-rules are one argument, `rules`, to a kernel's body, and as many as RULE_NUMBERS names in its signature.
+Triton compiles source text: generated source is registered where `inspect` looks for it. The numbers of the mask's
+rules are one argument, `rules`, in a kernel's body, and one for each of RULE_NUMBERS in its signature.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ RULES = f"({', '.join(RULE_NUMBERS)})"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a signature has them."""
+    """Argument names as a signature lists them."""
     return ", ".join(RULES[1:-1] if name == "rules" else name for name in names)
 
 
 def kernel_from(head: str, body: str, name: str, sizes: Sequence[str], jit: Any, space: dict[str, Any]) -> Any:
-    """The kernel `name` of these source texts, whose globals are `space`. It is not compiled anew for arguments `sizes`
-    that are 1 or multiples of 16.
+    """The kernel `name` from the source `head + body`, with globals `space`. It is not specialised for arguments
+    `sizes` that are 1 or multiples of 16.
     """
     file, text = f"<{space['__name__']}.{name}>", head + body
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -34,9 +34,9 @@ def kernel_from(head: str, body: str, name: str, sizes: Sequence[str], jit: Any,
 
 
 def kernel_of(names: Sequence[str], sizes: Sequence[str], jit: Any) -> Callable[[Any], Any]:
-    """Makes a kernel of arguments `names`, and S at compile time, of a function of `a` and S: `a.q` is argument `q`.
+    """Turns a function of `a` and S into a kernel with arguments `names` and a compile-time S: `a.q` is argument `q`.
 
-    Its lines keep their numbers.
+    Line numbers are kept.
     """
 
     def made(function: Any) -> Any:

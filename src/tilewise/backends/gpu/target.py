@@ -15,10 +15,10 @@ import torch
 
 from ...core.machines import Machine, within
 
-# KiB of shared memory that a program may have, by compute capability; others have what consumer GPUs have.
+# KiB of shared memory that a program may have, by compute capability; others have as much as consumer GPUs.
 SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
 LEAST_SHARED_KIB = 99
-# A card of each that kernels are compiled for, and its processors.
+# A card of each compute capability that kernels are compiled for, and its SMs.
 CARDS = {
     80: ("A100", 108), 86: ("RTX 30, A10", 82), 89: ("RTX 40, L40", 128), 90: ("H100, H200", 132), 100: ("B200", 148),
     103: ("B300", 160), 120: ("RTX 50", 170), 121: ("GB10", 48),
@@ -26,24 +26,24 @@ CARDS = {
 
 
 class Amd(NamedTuple):
-    """What AMD's architectures differ in."""
+    """Properties of an AMD architecture."""
 
-    wave: int  # threads
+    wave: int  # threads of a wave
     shared_kib: int  # LDS of a program
     units: int  # compute units of a card
-    widest: int  # head dim whose forward kernels keep their numbers in registers
+    widest: int  # largest head dim whose forward kernels do not spill
     widest_backward: int
     card: str
 
 
-# Those that kernels are compiled for.
+# AMD architectures that kernels are compiled for.
 AMD = {
     "gfx90a": Amd(64, 64, 104, 576, 576, "MI200"), "gfx942": Amd(64, 64, 304, 576, 576, "MI300"),
     "gfx950": Amd(64, 160, 256, 576, 576, "MI350"), "gfx1100": Amd(32, 64, 96, 128, 0, "RX 7900"),
     "gfx1200": Amd(32, 64, 32, 256, 128, "RX 9060"), "gfx1201": Amd(32, 64, 64, 256, 128, "RX 9070"),
 }  # fmt: skip
 EXECUTED = (90,)  # compute capabilities of GPUs on which the conformance suite has run: docs/platforms.md
-PROCESSORS = 132  # of an H200; the interpreter plans as for one
+PROCESSORS = 132  # SMs of an H200; the interpreter plans as for one
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class Target:
     arch: int  # compute capability of NVIDIA's GPUs (90 for an H200); 0 for others
     processors: int  # streaming multiprocessors, compute units
     shared_memory: int  # bytes that a program may have
-    registers: int = 1 << 16  # of a processor, 32 bits each
+    registers: int = 1 << 16  # of an SM, 32 bits each
     gfx: str = ""  # AMD's name of the architecture
     wave: int = 32  # threads of a warp
 
     @property
     def name(self) -> str:
-        """Device type and size, as tuned tiles are kept by."""
+        """Device type and size, for the keys of tuned tiles."""
         return f"sm{self.arch}x{self.processors}" if self.ptx else f"{self.gfx or self.vendor}x{self.processors}"
 
     @property
     def ptx(self) -> bool:
-        """Whether kernels may use NVIDIA's assembly."""
+        """Whether kernels may use inline PTX."""
         return self.vendor == "nvidia"
 
-    # What architectures differ in. No other file compares their numbers, but for a backend of one alone (hopper).
+    # Differences between architectures. No other file compares `arch`, except a backend for a single one (hopper).
 
     def at_least(self, arch: int) -> bool:
-        """Whether this is a GPU of NVIDIA's of this compute capability or a newer one."""
+        """Whether this is an NVIDIA GPU of this compute capability or a newer one."""
         return self.ptx and self.arch >= arch
 
     @property
@@ -95,9 +95,9 @@ class Target:
         return f"{what} of head dim {wide} do not fit the registers of {self.gfx}" + f", {most} do" * (most > 0)
 
     def lacks_registers(self, float32: bool, formats: Collection[str]) -> str | None:
-        """Why products of float32 numbers, or K and V in these formats, are not served, if they are not.
+        """Why float32 products, or K and V in these formats, are not served, if they are not.
 
-        RDNA makes products of float32 numbers of six of bfloat16, and gfx1100 has no room to widen fp8 or half bytes.
+        RDNA computes a float32 product as six of bfloat16, and gfx1100 has no registers to dequantise fp8 or nibbles.
         """
         if self.rdna and float32:
             return f"float32 products do not fit the registers of {self.gfx}"
@@ -116,7 +116,7 @@ class Target:
 
     @property
     def measured(self) -> bool:
-        """Whether tiles were chosen by time; elsewhere they are by what compilers keep in registers."""
+        """Whether tiles were chosen by measurement; elsewhere they are by register use as compiled."""
         return self.vendor == "interpreter" or self.arch in EXECUTED
 
     @property
@@ -125,7 +125,7 @@ class Target:
 
     @property
     def rdna(self) -> bool:
-        """AMD's graphics cards: waves of 32, and products of 16-bit types alone."""
+        """AMD's graphics cards: waves of 32, and MMA of 16-bit types only."""
         return self.amd and self.wave == 32
 
     @property
@@ -143,9 +143,9 @@ class Target:
         return 90 <= self.arch < 120
 
     def precision(self, tf32: bool) -> str:
-        """How float32 numbers are multiplied, as Triton names it; `tf32`: as exactly as TF32 is enough.
+        """Triton's `input_precision` of float32 products; `tf32`: the accuracy of TF32 is enough.
 
-        AMD's CDNA multiplies float32 itself, RDNA in parts of bfloat16.
+        AMD's CDNA multiplies float32 natively, RDNA in bfloat16 parts.
         """
         if self.amd:
             return "ieee" if not self.rdna else "bf16x3" if tf32 else "bf16x6"
@@ -153,22 +153,22 @@ class Target:
 
     @property
     def most_stages(self) -> int:
-        """Stages of a loop: AMD's have one in shared memory and one in registers."""
+        """Most pipeline stages of a loop: AMD's have one in shared memory and one in registers."""
         return 2 if self.amd else 8
 
     @property
     def most_warps(self) -> int:
-        """Warps of a program: with more than 4, CDNA's waves share the registers of a SIMD."""
+        """Most warps of a program: with more than 4, CDNA's waves share the registers of a SIMD."""
         return 4 if self.amd and not self.rdna else 8
 
     @property
     def least_columns(self) -> int:
-        """Columns of a product: AMD's matrix instructions have 16."""
+        """Fewest columns of a product: AMD's matrix instructions have 16."""
         return 16 if self.amd else 8
 
     def most_registers(self, float32: bool) -> int:
-        """Registers of a thread that a tile's output and scores may take: the others are for the rest of a step, of
-        which products of float32 numbers need more (h200 24); RDNA's hold operands twice.
+        """Registers per thread that a tile's output and scores may take. The others are for the rest of a step:
+        float32 products need more of them (h200 24), and RDNA's hold operands twice.
         """
         if self.rdna:
             return 48 if float32 else 80
@@ -176,44 +176,44 @@ class Target:
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether a kernel may start before the one that it waits for has ended."""
+        """Whether a kernel may start before the one that it waits for has ended (programmatic dependent launch)."""
         return self.at_least(90)
 
     @property
     def reads_operands(self) -> bool:
-        """Whether operands of products are read into registers, which tiles leave room for: NVIDIA's before Hopper."""
+        """Whether MMA operands are loaded to registers, for which tiles leave room: NVIDIA's GPUs before Hopper."""
         return self.ptx and not self.at_least(90)
 
     @property
     def shares_wide_values(self) -> bool:
-        """Whether two programs share the value columns of D=512."""
+        """Whether two programs divide the value columns of D=512."""
         return self.at_least(90) or not self.ptx
 
     @property
     def prefill_rows(self) -> int:
-        """Rows of a tile at most: Triton 3.6 cannot compile every masked loop over 64 and more for Blackwell."""
+        """Most rows of a prefill tile: Triton 3.6 cannot compile every masked loop over 64 and more for Blackwell."""
         return 32 if self.at_least(100) else 128
 
     @property
     def large_backward_tiles(self) -> bool:
-        """Whether gradients take tiles of 64 rows and more: only Hopper's products leave registers for them, by reading
-        operands from shared memory; Ampere would spill, and Triton 3.6 cannot compile every one for Blackwell.
+        """Whether the backward pass uses tiles of 64 rows and more: only Hopper's MMA leaves registers for them, since
+        it reads operands from shared memory. Ampere would spill, and Triton 3.6 cannot compile each for Blackwell.
         """
         return self.at_least(90) and not self.at_least(100)
 
     @property
     def decode_rows(self) -> int:
-        """The same in decode, whose loops compile for sm_120."""
+        """Most rows of a decode tile; decode loops compile for sm_120."""
         return 32 if 100 <= self.arch < 120 else 64
 
 
 def nvidia(arch: int, processors: int = PROCESSORS) -> Target:
-    """A GPU of NVIDIA's by compute capability."""
+    """An NVIDIA GPU by compute capability."""
     return Target("nvidia", arch, processors, SHARED_KIB.get(arch, LEAST_SHARED_KIB) << 10)
 
 
 def amd(gfx: str, processors: int = 0) -> Target:
-    """A GPU of AMD's by the name of its architecture; of one that is not known, as little as any has."""
+    """An AMD GPU by the name of its architecture; an unknown one is given as little as any has."""
     known = AMD.get(gfx, AMD["gfx1100"])
     return Target("amd", 0, processors or known.units, known.shared_kib << 10, gfx=gfx, wave=known.wave)
 
@@ -234,7 +234,7 @@ _other: ContextVar[Target | None] = ContextVar("target", default=None)
 
 @contextmanager
 def planning_for(target: Target) -> Iterator[None]:
-    """Plans are made as for this GPU, in this thread. Who plans keeps them apart from those of the machine's own."""
+    """Plans as for this GPU, in this thread. The caller keeps such plans apart from those for the machine's own."""
     token = _other.set(target)
     try:
         yield
@@ -243,7 +243,7 @@ def planning_for(target: Target) -> Iterator[None]:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of a device; any that is no GPU is for the interpreter."""
+    """The target of a device; the interpreter for any that is not a GPU."""
     return _other.get() or _own(device)
 
 
@@ -271,9 +271,9 @@ def triton_version() -> str:
 
 
 def triton_refusal(least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
-    """Why the installed Triton does not do for kernels that need versions `least` to `most`, if it does not.
+    """Why the installed Triton does not serve kernels that need versions `least` to `most`, if it does not.
 
-    Another machine, which calls are only planned for, has one that does.
+    A machine that calls are only planned for is taken to have one that does.
     """
     if _other.get() is not None:
         return None

@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA needs to know about a tensor, kept from call to call."""
+"""TMA tensor maps, kept from call to call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class TensorMap:
-    """A tensor's map. All but the tensor's address is the same from call to call."""
+    """The TMA map of a tensor. Only the tensor's address changes from call to call."""
 
     def __init__(self, name: str, like: Any, meta: dict[str, Any], cuda: Any) -> None:
         self.name, self.replace = name, cuda.move
@@ -32,7 +32,7 @@ class TensorMap:
         check(cuda.encode(self.at, element, rank, self.address, *arrays, 0, meta["swizzle"], L2_128B, 0), "described")
 
     def move(self, address: int) -> None:
-        """The tensor is there now."""
+        """Sets the tensor's address."""
         if address != self.address:
             check(self.replace(self.at, address), "moved")
             self.address = address

@@ -1,6 +1,6 @@
 """Varlen order: the sequences of a packed batch, longest first, so that no long one begins when the others are done.
 
-Sequences are ranked by their keys. Rows past the last sequence count as a sequence, number `batch`, without keys.
+Sequences are ranked by number of keys. Rows past the last sequence count as a sequence, number `batch`, without keys.
 `sort_sequences` is one program, for batches that it can sort at once; `rank_sequences` takes any number.
 """
 
@@ -22,7 +22,7 @@ def sort_sequences(
         keys = tl.load(CU_K + i + 1, mask=i < batch, other=0) - tl.load(CU_K + i, mask=i < batch, other=0)
     else:
         keys = tl.load(KV_LENGTHS + i, mask=i < batch, other=0)
-    # Sorted as one number: keys, then low numbers first; what is no sequence comes last.
+    # One sort key: number of keys, then lower indices first; padding comes last.
     rank = tl.where(i <= batch, (keys.to(tl.int64) + 1) << 32, 0) + (N - 1 - i)
     b = N - 1 - (tl.sort(rank, descending=True) & 0xFFFFFFFF).to(tl.int32)
     first = tl.load(CU_Q + b, mask=b <= batch, other=0)
@@ -35,7 +35,7 @@ def sort_sequences(
 
 @triton.jit
 def sizes(CU_Q, CU_K, at, batch, total_q, BM: tl.constexpr):
-    """Tiles of query rows and keys of the sequences `at`; -1 keys where there is no such sequence."""
+    """Number of query tiles and of keys of the sequences `at`; -1 keys where there is no such sequence."""
     begin = tl.load(CU_Q + at, mask=at <= batch, other=0)
     end = tl.load(CU_Q + at + 1, mask=at < batch, other=0)
     end = tl.where(at == batch, total_q, end)

@@ -112,7 +112,7 @@ def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
 
 @cache
 def _launch(latent: bool) -> Any:
-    """The launches, imported with the first call, and Triton with them."""
+    """The launch module. Imported on the first call, since it imports Triton."""
     if latent:
         from .mla import launch as decode
 

@@ -1,4 +1,4 @@
-"""The tiles that TMA copies for Gluon kernels, as descriptors of tensors."""
+"""TMA descriptors of tensors, for Gluon kernels."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ TYPES = {"bf16": gl.bfloat16, "f16": gl.float16}
 
 
 def strides_of(x: torch.Tensor) -> list[int]:
-    """Strides that TMA takes: those of dims of one element may be anything, and must be multiples of 16 bytes."""
+    """Strides for TMA, multiples of 16 bytes: dims of one element may have any stride, and are given such a one."""
     return [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)] + [1]
 
 
 def block_descriptor(x: torch.Tensor, block: list[int], dtype: str) -> TensorDescriptor:
-    """Tiles of shape `block`; past the ends of `x` they read as zeros and are not written."""
+    """A descriptor of tiles of shape `block`; past the ends of `x` they read as zeros and are not written."""
     layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[dtype])
     return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int, dtype: str) -> TensorDescriptor:
-    """Tiles [rows, columns] of the last two dims."""
+    """A descriptor of tiles [rows, columns] of the last two dims."""
     return block_descriptor(x, [1, 1, rows, columns], dtype)
 
 
 def has_tiles(x: torch.Tensor) -> bool:
-    """Whether TMA can copy tiles of a mask: rows that begin at multiples of 16 bytes, one after the other."""
+    """Whether TMA can copy tiles of a mask: contiguous rows that are aligned to 16 bytes and not broadcast."""
     rows = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     apart = x.stride(-1) == 1 and (x.stride(-2) > 0 or x.shape[-2] == 1)
     return apart and all(n % 16 == 0 for n in (x.data_ptr(), *rows))
 
 
 def mask_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [rows, 64] of a mask; of dims that are broadcast there is one element."""
+    """A descriptor of tiles [rows, 64] of a mask; broadcast dims have one element."""
     own = x[tuple(slice(None if stride else 1) for stride in x.stride()[:2])]
     return descriptor(own, rows, 64, DTYPE_NAMES[x.dtype])

@@ -1,4 +1,4 @@
-"""Structs of Gluon kernels; of their arguments, from which signatures are made."""
+"""Structs of Gluon kernels, and kernel signatures generated from structs of arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from ..gpu.signature import RULES, kernel_from, listed
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def held(value: Any) -> Any:
-    """A value that an aggregate can hold: what is known at compile time, None too, is wrapped."""
+    """A value that an aggregate can hold: compile-time values, None included, are wrapped."""
     return value if isinstance(value, base_value) else gl.constexpr(value)
 
 
 class Size:
-    """The annotation of integers for whose values kernels are not compiled anew."""
+    """The annotation of integer arguments for whose values kernels are not specialised."""
 
 
 def struct(cls: Any) -> Any:
-    """An aggregate whose values are given in the order of its fields. Of a kernel's arguments, it is their one list.
+    """An aggregate constructed from values in the order of its fields. A kernel's arguments are listed once, in one.
 
-    A field `object` may be None (there is nothing), or a number that is known at compile time. A base class's fields
-    come after its own.
+    A field `object` may be None (absent), or a compile-time number. A base class's fields come after its own.
     """
     kinds = {name: kind for each in cls.__mro__ for name, kind in inspect.get_annotations(each).items()}
 
@@ -45,9 +44,9 @@ def struct(cls: Any) -> Any:
 
 
 def gluon_kernel(arguments: Any) -> Any:
-    """Makes a kernel of declared `arguments` of a function that takes them as one value, which its partitions share.
+    """Makes a kernel with declared `arguments` from a function that takes them as one value, shared by its partitions.
 
-    The last, S, is known at compile time.
+    The last, S, is a compile-time argument.
     """
     assert arguments.NAMES[-1] == "S"
     packed = ", ".join(RULES if name == "rules" else name for name in arguments.NAMES)

@@ -21,7 +21,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def unserved(problem: Problem) -> str | None:
-    """What of a problem the kernels have not, if they have not all."""
+    """What the kernels lack for a problem; None if nothing."""
     p = problem
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
     if p.rules.affine:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from ...core.problem import Problem
 from .spec import BK, Config, padded
 
-GROUPS_A_CORE = 4  # threadgroups that are to be in flight for each core
+GROUPS_A_CORE = 4  # threadgroups in flight per core
 LEAST_TILES = 4  # key tiles of a split: shorter ones cost more to combine than they save
 MOST_SPLITS = 64
 DECODE_ROWS = 32  # queries times heads of a KV head, up to which heads share a tile and keys are split
 
 
 def config_of(problem: Problem, cores: int) -> Config:
-    """The launch of a problem."""
+    """The launch shape of a problem."""
     c = rows_of(problem)
     tiles = -(-problem.kv_len // BK)
     if not is_decode(problem):
@@ -34,8 +34,8 @@ def is_decode(problem: Problem) -> bool:
 
 
 def takes_one_pass(problem: Problem) -> bool:
-    """Whether all rows go as in prefill: a packed batch may hold one long sequence, and with `split_size` the bits of
-    the others must not depend on that."""
+    """Whether all rows are processed as in prefill: with `split_size`, one long sequence of a packed batch must not
+    change the bits of the others."""
     return problem.packed_q and bool(problem.split_size)
 
 
@@ -64,33 +64,33 @@ def tile_rows(wide: int) -> int:
 
 
 def split_count(groups: int, tiles: int, cores: int) -> int:
-    """Enough threadgroups for all cores, as long as each has some tiles to do."""
+    """Splits for enough threadgroups for all cores, each with at least LEAST_TILES tiles."""
     wanted = -(-cores * GROUPS_A_CORE // max(1, groups))
     return max(1, min(wanted, tiles // LEAST_TILES, MOST_SPLITS))
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
-    """Tiles of queries in all sequences; of packed ones the most that there can be."""
+    """Tiles of queries in all sequences; an upper bound for packed ones."""
     if problem.packed_q:
         return problem.total_q // c.queries + problem.batch + 1
     return problem.batch * -(-problem.q_len // c.queries)
 
 
 def reads_once(problem: Problem, c: Config) -> bool:
-    """Whether a row with V in K is read once, into registers. Threadgroup memory holds no tile of whole rows."""
+    """Whether a row with V in K is read once, to registers. A tile of whole rows does not fit threadgroup memory."""
     return problem.v_in_k and c.kernel == "vector"
 
 
 def uses_states(problem: Problem, c: Config) -> bool:
-    """Whether tiles have states, of a map or a mask: not where a tile holds rows of several heads."""
+    """Whether tiles have states (skip, full, mixed), of a map or a mask: not where a tile has rows of several heads."""
     return c.kernel == "tiled" and c.pack == 1
 
 
 def classifies(problem: Problem, c: Config) -> bool:
-    """Whether the mask's cells are looked at first, so that tiles can be skipped.
+    """Whether the mask's tiles are classified first, so that tiles can be skipped.
 
-    Not an additive mask with a plane of its own for each head of each row, which is dense as a rule; nor for few
-    queries, that read all of it once.
+    Not for an additive mask that is broadcast over neither batch nor heads, which is usually dense; nor for decode,
+    which reads the whole mask once.
     """
     p = problem
     if p.mask is None or p.tile_map is not None or not uses_states(p, c) or is_decode(p):

@@ -1,6 +1,6 @@
-"""The GPU as this backend sees it: a compiler of texts and a number of cores.
+"""The GPU as this backend sees it: a shader compiler and a number of cores.
 
-On a Mac that is `torch.mps`. The tests put a stand-in here, which compiles the same text and runs it over CPU tensors.
+On a Mac that is `torch.mps`. The tests use a stand-in, which compiles the same source and runs it on CPU tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPICAL_CORES = 10  # where torch does not say
 
 @dataclass
 class Device:
-    """Compiled texts are kept with it, by text."""
+    """A GPU, with its compiled kernels cached by source."""
 
     compile_shader: Callable[[str], Any]
     cores: int
@@ -31,7 +31,7 @@ class Device:
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def kernel(self, name: str, text: str, threads: int) -> Any:
-        """A kernel of a text, compiled once; one that cannot have so many threads is refused."""
+        """The kernel `name` of a source, compiled once; refused if it cannot have so many threads."""
         kernel = self.kept.get(text)
         if kernel is None:
             kernel = getattr(self.compile_shader(text), name)
@@ -82,7 +82,7 @@ def why_not(kind: str) -> str | None:
 
 @contextmanager
 def planning_for(cores: int) -> Iterator[None]:
-    """Plans are made as for a GPU of so many cores, in this thread; it compiles nothing."""
+    """Plans as for a GPU of so many cores, in this thread; nothing is compiled."""
 
     def none(text: str) -> None:
         raise AssertionError("a plan for another machine was run")
@@ -103,7 +103,7 @@ def machines() -> dict[str, Machine]:
 
 @contextmanager
 def stand_in(compile_shader: Callable[[str], Any], cores: int = TYPICAL_CORES, kind: str = "cpu") -> Iterator[Device]:
-    """Runs kernels by another compiler of texts, over tensors of another device. Plans are forgotten on both sides."""
+    """Runs kernels with another shader compiler, on tensors of another device. Clears cached plans before and after."""
     global _stand_in
     from ...dispatch import call_cache, planner
 

@@ -15,7 +15,7 @@ from . import config, device, params, text
 from .spec import BK, THREADS, TYPES, Config, Spec, operand
 
 LANES = 32
-SOURCES = {  # the buffers of the attention kernels, and the fields of `Tensors` that they are
+SOURCES = {  # the buffers of the attention kernels, and the fields of `Tensors` that they come from
     "q": "q", "k": "k", "v": "v", "k_scales": "k_scales", "v_scales": "v_scales", "mask": "mask",
     "slopes": "alibi_slopes", "sinks": "sinks", "lengths": "kv_lengths", "offsets": "q_offset",
     "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "table": "block_table", "out": "out", "lse": "lse",
@@ -42,7 +42,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
-    """What the attention kernel's text is made for."""
+    """What the attention kernel's source is generated for."""
     p = problem
     scales = [None if x is None else x.dtype for x in (t.k_scales, t.v_scales)]
     keys = operand(p.head_dim, p.k_format, scales[0])
@@ -53,7 +53,7 @@ def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
 
 
 def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.Tensor | None:
-    """The states of the launch's own tiles, uint8 [1 or B, 1 or H, 1 or nq, 1 or nk]: of the map or of the mask."""
+    """Tile states in this launch's tiles, uint8 [1 or B, 1 or H, 1 or nq, 1 or nk]: from the tile map or the mask."""
     if t.tile_map is not None and config.uses_states(p, c):
         return t.tile_map.retile((c.queries, BK)).states.contiguous()
     if not config.classifies(p, c):
@@ -70,7 +70,7 @@ def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.
 
 
 def state_shape(p: Problem, c: Config) -> list[int]:
-    """Of the states of a mask's tiles: 1 where the mask is broadcast."""
+    """The shape of a mask's tile states: 1 where the mask is broadcast."""
     assert p.mask is not None
     sizes = (p.batch, p.heads, -(-p.q_len // c.queries), -(-p.kv_len // BK))
     return [1 if free else size for size, free in zip(sizes, p.mask.broadcast, strict=True)]
@@ -85,7 +85,7 @@ def launch(
     grid: tuple[int, int, int],
     threads: int,
 ) -> None:
-    """One kernel over `grid` threadgroups of `threads`. Buffers that are not there get a few zeros to point at."""
+    """One kernel over `grid` threadgroups of `threads`. Absent buffers are bound to a few zeros."""
     kernel = gpu.kernel(name, source, threads)
     names = text.BUFFERS[name].names
     some = next(x for x in given.values() if x is not None)
@@ -100,7 +100,7 @@ def launch(
 
 
 def workspace(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Floats without values."""
+    """Uninitialised floats."""
     return like.new_empty(size, dtype=torch.float32)
 
 

@@ -1,7 +1,7 @@
 """The same kernels for MLX arrays, through `mx.fast.metal_kernel`: no torch tensor holds data on the way.
 
-Arguments are checked and planned by their shapes and dtypes alone, as tensors without memory. MLX makes the kernels'
-signatures itself, from the names of their buffers; their text and the bodies of their entries are those of torch's.
+Arguments are checked and planned by their shapes and dtypes alone, as tensors without memory. MLX generates kernel
+signatures from the names of buffers; the source and the bodies of entries are the same as for torch.
 
     from tilewise.backends.metal.mlx import attention
     out = attention(q, k, v, causal=True, window=4096)
@@ -42,9 +42,9 @@ DTYPES = {
 MLX = {of: name for name, of in DTYPES.items()}
 TYPES = {"float": mx.float32, "half": mx.float16, "bfloat": mx.bfloat16, "uint8_t": mx.uint8, "int": mx.int32}
 Outputs = dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes
-FEWEST = 8  # elements: MLX hands smaller arrays over in another address space
+FEWEST = 8  # elements: MLX passes smaller arrays in another address space
 REFUSED = {"out": "MLX arrays are not written to", "tile_map": "a mask's tiles are classified anyway"}
-make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # the tests put another one here
+make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # replaced by tests
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> Any:
@@ -131,7 +131,7 @@ def _launch(call: Call, arrays: dict[str, Any]) -> Any:
     if call.lse is not None:
         results["lse"] = (tuple(call.lse.shape), mx.float32)
     outputs = results | {"partial": unused, "partial_ml": unused}
-    if c.splits > 1:  # then the results are the combine's
+    if c.splits > 1:  # then `combine` writes the results
         outputs = {"out": ((FEWEST,), MLX[p.q_dtype]), "lse": unused}
         outputs["partial"] = ((rows * c.splits * p.value_dim,), mx.float32)
         outputs["partial_ml"] = ((rows * c.splits * 2,), mx.float32)
@@ -172,7 +172,7 @@ def _call(
 def _kernel(name: str, header: str, make: Callable[..., Any]) -> Any:
     buffers = text.BUFFERS[name]
     return make(
-        # MLX keeps what it has compiled by name.
+        # MLX caches compiled kernels by name.
         name=f"tilewise_{name}_{hashlib.sha256(header.encode()).hexdigest()[:12]}",
         input_names=[*buffers.inputs, *text.PARAMETERS],
         output_names=list(buffers.outputs),
@@ -201,14 +201,14 @@ def _as_stored(name: str, x: mx.array | None) -> mx.array | None:
 
 
 def _enough(x: mx.array | None, of: str) -> mx.array:
-    """An array of 8 elements or more; zeros for one that is not there."""
+    """An array of 8 elements or more; zeros for an absent one."""
     if x is None:
         return mx.zeros((FEWEST,), TYPES.get(of, mx.float32))
     return x if x.size >= FEWEST else mx.pad(x.flatten(), (0, FEWEST - x.size))
 
 
 def _unseen(call: Call, sinks: mx.array | None) -> Any:
-    """The result where there is nothing to compute."""
+    """The result of an empty problem."""
     out = mx.zeros(tuple(call.out.shape), MLX[call.problem.q_dtype])
     if call.lse is None:
         return out

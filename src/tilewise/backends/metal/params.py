@@ -1,6 +1,6 @@
-"""The numbers of a call, as the kernels read them: sizes and flags in int32, strides in int64, floats.
+"""Parameters of a call, as the kernels read them: sizes and flags in int32, strides in int64, floats.
 
-Their order is that of the names below; `text.py` makes the struct that reads them from the same names.
+Their order is that of the names below; `text.py` generates the parameter struct from the same names.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STRIDES = (
     "states_q", "states_k", "slopes_b", "table_b",
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "unused_2", "unused_3", "unused_4", "unused_5", "unused_6", "unused_7")  # MLX wants 8
-MOST = 2**30 - 1  # of a position: the distance of two stays within 31 bits
+MOST = 2**30 - 1  # largest position: the distance of two stays within 31 bits
 MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
 
 class Numbers(NamedTuple):
-    """All of them, in the order of the names."""
+    """All parameters, in the order of the names."""
 
     ints: tuple[int, ...]
     strides: tuple[int, ...]
@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """What does not depend on the tensors."""
+    """The parameters that do not depend on the tensors."""
     p = problem
     mask = (False,) * 4 if p.mask is None else p.mask.broadcast
     values: dict[str, int] = {
@@ -78,7 +78,7 @@ def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...
 
 
 def strides(t: Tensors, states: torch.Tensor | None) -> tuple[int, ...]:
-    """In elements, 0 for what is not there or is broadcast."""
+    """Strides in elements; 0 for absent tensors and broadcast dims."""
     values: dict[str, int] = {}
     for name, x in (
         ("q", t.q),

@@ -1,4 +1,4 @@
-"""What a text is made for and how its kernel is launched: hashable values without a tensor."""
+"""What a kernel's source is generated for, and how it is launched: hashable values without a tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = {
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
 }
-# Storage formats that can be read, and what the text calls them
+# Storage formats that can be read, and their names in the source
 KINDS = {
     "f32": "PLAIN", "f16": "PLAIN", "bf16": "PLAIN", "int8": "INT8", "int4": "INT4", "codebook4": "CODEBOOK4",
     "fp8_e4m3": "FP8",
@@ -29,7 +29,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Operand:
-    """K or V as a kernel reads it: the type and kind of what is stored, and its columns, filled up with zeros."""
+    """K or V as a kernel reads it: type and kind of the storage, and its columns, padded with zeros."""
 
     type: str
     kind: str
@@ -44,7 +44,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Spec:
-    """All that an attention kernel's text depends on. Other options are looked at when it runs."""
+    """All that an attention kernel's source depends on. Other options are checked at run time."""
 
     kernel: str  # "tiled" or "vector"
     q_type: str
@@ -77,6 +77,6 @@ def operand(width: int, fmt: StorageFormat, scales: torch.dtype | None) -> Opera
 
 
 def padded(width: int) -> int:
-    """Columns up to a multiple of 32, of 64 above 128: few texts, little filling."""
+    """Columns padded to a multiple of 32, of 64 above 128: few kernels, little padding."""
     unit = 32 if width <= 128 else 64
     return -(-width // unit) * unit

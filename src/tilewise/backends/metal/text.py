@@ -1,8 +1,8 @@
-"""The MSL text of a kernel: includes, then types and constants, then the files of `kernels/`.
+"""The MSL source of a kernel: includes, then types and constants, then the files of `kernels/`.
 
-A kernel's file ends with the body of its entry. Its signature is made here, from the list of its buffers: for torch a
-`kernel void` whose buffers are bound by position; MLX makes its own from the same names. There are no function
-constants and no headers but Metal's, for `torch.mps.compile_shader` takes neither.
+A kernel's file ends with the body of its entry. Its signature is generated here from the list of its buffers: for torch
+a `kernel void` whose buffers are bound by position; MLX generates its own from the same names. There are no function
+constants and no headers but Metal's, since `torch.mps.compile_shader` takes neither.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ def _file(name: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=1024)
 def attention(spec: Spec) -> str:
-    """The text of an attention kernel, for torch."""
+    """The source of an attention kernel, for torch."""
     return _for_torch(spec.kernel, header(spec))
 
 
 @lru_cache(maxsize=64)
 def combine(q_type: str) -> str:
-    """The text of the kernel that combines splits."""
+    """The source of the kernel that combines splits."""
     return _for_torch("combine", combine_header(q_type))
 
 
 @cache
 def classification() -> str:
-    """The text of the kernel that classifies a mask's tiles."""
+    """The source of the kernel that classifies a mask's tiles."""
     return _for_torch("classify", classification_header())
 
 
 def header(spec: Spec) -> str:
-    """All of an attention kernel but its entry."""
+    """The source of an attention kernel without its entry."""
     types = {
         "TQ": spec.q_type, "TK": spec.keys.type, "TV": spec.values.type, "TKS": spec.keys.scale_type,
         "TVS": spec.values.scale_type,
@@ -107,7 +107,7 @@ def classification_header() -> str:
 
 
 def body(kernel: str) -> str:
-    """The lines of a kernel's entry."""
+    """The body of a kernel's entry."""
     return _file(kernel)[1]
 
 
@@ -131,7 +131,7 @@ def _header(kernel: str, types: dict[str, str], constants: dict[str, object]) ->
 
 @cache
 def _params() -> str:
-    """The struct of a call's numbers and its reader, from the same names that the host packs by (params.py)."""
+    """The parameter struct and its reader, from the same names that the host packs by (params.py)."""
     kinds = (("int", INTS, "ints"), ("long", STRIDES, "strides"), ("float", FLOATS, "floats"))
     members = "".join(f"  {kind} {name};\n" for kind, names, _ in kinds for name in names)
     reads = "".join(f"  p.{name} = {source}[{i}];\n" for _, names, source in kinds for i, name in enumerate(names))

@@ -150,7 +150,7 @@ def machines() -> dict[str, Machine]:
 
 @cache
 def _launch() -> Any:
-    """The launches, imported with the first call, and Triton with them."""
+    """The launch module. Imported on the first call, since it imports Triton."""
     from . import launch
 
     return launch

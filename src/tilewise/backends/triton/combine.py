@@ -1,6 +1,6 @@
-"""Combines the partial results of splits in a launch of its own: one program for each row of the output and head.
+"""Combines split-KV partials in a separate launch: one program for each output row and head.
 
-The arithmetic is that of a program that combines its own row's splits (`epilogue.py`).
+The arithmetic is the same as when the last-arriver combines (`epilogue.py`).
 """
 
 import triton.language as tl

@@ -1,6 +1,6 @@
-"""How a problem is cut for the GPU: chunks of head dims, tiles, warps, stages, splits. Plain functions of a `Problem`.
+"""Launch heuristics: chunks of the head dim, tiles, warps, stages, splits. Plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, h200 24, by the names of these functions.
+Their measurements are in benchmarks/h200/LOG.md, h200 24, under the names of these functions.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
 
-DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
-COMBINE_BLOCK = 16  # partial results of a row that are loaded at once
-COMBINED_REGISTERS = 128  # of a thread, that they may take
-SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
-FOUR_STAGES = 202 << 10  # bytes of shared memory that four of D=256 take, in pages of 16
-MOST_ORDERED = 1024  # sequences that one program ranks
+DECODE_ROWS = 16  # up to so many queries a call is decode: heads of a group share a tile and the keys are split
+COMBINE_BLOCK = 16  # split-KV partials of a row that are loaded at once
+COMBINED_REGISTERS = 128  # registers per thread that they may take
+SHORT_KEYS = 1 << 16  # up to so many keys over all heads, splits are short and tiles should be too
+FOUR_STAGES = 202 << 10  # bytes of shared memory of four stages of D=256, with pages of 16
+MOST_ORDERED = 1024  # batches below this size are sorted by one program
 L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the H200's L2 has 50 MiB
 
 
 def prefill_tile(problem: Problem, target: Target) -> Config:
-    """The fastest of those tried. With D=512 a tile's output does not fit the registers: two programs share it."""
+    """The fastest of the tiles tried. At D=512 a tile's output does not fit the registers: two programs divide it."""
     wide = max(problem.head_dim, problem.value_dim)
     if target.amd:
         return amd_tile(problem, wide, target)
@@ -51,7 +51,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         if wide <= 128:
             return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
-    packed = has_packed(problem)  # whose elements pass through registers
+    packed = has_packed(problem)  # elements are unpacked in registers
     if target.prefill_rows == 32:
         return Config(32, 16 if packed else 64, 4, 3) if wide <= 128 else Config(32, 32, 4 if wide <= 256 else 8, 2)
     if packed and wide <= 128 and target.reads_operands:
@@ -61,7 +61,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         scattered = problem.selection is not None or problem.page_size > 0
         crowded = problem.biased or (wide > 64 and (scattered or not simple))
         return Config(64, 32 if target.reads_operands and crowded else 64, 4, 3)
-    if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
+    if wide <= 256:  # Ampere's MMA keeps q in registers, which leaves room for fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
@@ -74,7 +74,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
-    """Tiles for AMD's GPUs, by what their compiler keeps in registers, which hold q too; none has been measured."""
+    """Tiles for AMD GPUs, chosen by register use as compiled (q is in registers too); none has been measured."""
     if is_float32(problem):
         return Config(32, 32, 4, 1) if wide <= 128 else Config(32, 16, target.most_warps, 1)
     if target.rdna and problem.mask is not None and (problem.k_format.is_quantised or problem.v_format.is_quantised):
@@ -88,31 +88,32 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
 
 
 def is_float32(problem: Problem) -> bool:
-    """Whether any product is one of float32 numbers."""
+    """Whether any product has float32 operands."""
     p = problem
     found = operand(p, p.head_dim, p.k_format, True), operand(p, p.value_dim, p.v_format, False)
     return "f32" in [each.work for each in found]
 
 
 def decode_tile(problem: Problem, target: Target) -> Config:
-    """Tiles that fill the shared memory of a processor with keys on their way.
+    """Tiles that fill the shared memory of an SM with keys in flight.
 
-    Pages that are neither whole tiles nor parts of one are looked up row by row in the pipeline, which takes half of
-    its stages; 6 of them leave room for two programs and not for three. Quantised keys are taken by programs of one
-    warp with flipped products; of D=64, whose rows have half the bytes, in longer tiles where there are enough of them.
+    If pages are neither multiples nor divisors of a tile, they are looked up row by row inside the pipeline, which
+    takes half of its stages; 6 stages leave room for two programs per SM, not for three. Quantised keys are read by
+    programs of one warp with flipped (transposed) products. At D=64, where rows have half the bytes, tiles are longer
+    if there are enough keys.
     """
     p = problem
     rows = decode_rows(p, target)
     pack = pack_of(p.group, rows)
     BM = min(rows, max(16, ceil_pow2(pack * own_queries(p))))
     wide = max(p.head_dim, p.value_dim)
-    if target.rdna:  # whose registers hold q beside little else
+    if target.rdna:  # registers hold q and little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
         warps = 4 if not hides(p) else 8 if BM > 16 else 2 if stored else 4
         return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
-        looked_up = "codebook4" in (p.k_format.name, p.v_format.name)  # by more registers than one warp has
+        looked_up = "codebook4" in (p.k_format.name, p.v_format.name)  # needs more registers than one warp has
         warps = 2 if looked_up and not target.measured else 1
         return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, warps, 3, pack)
     if is_float32(p):
@@ -122,7 +123,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         return Config(16, 16, 4, 2, pack_of(p.group, 16))
     if has_wide_bytes(p) and BM > 16:
         return Config(32, 64, 8, 2, pack_of(p.group, 32))
-    by_registers = target.ptx and not target.measured  # tiles that no loop spills with
+    by_registers = target.ptx and not target.measured  # choose tiles with which no loop spills
     crowded = is_crowded(p)
     if BM > 16:  # more rows, fewer registers for keys
         few = (crowded and by_registers) or (has_packed(p) and not target.measured)
@@ -147,8 +148,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
 
 
 def decode_rows(problem: Problem, target: Target) -> int:
-    """Rows of a tile at most. Where tiles are not measured, few enough for registers that hold q and the parts of
-    float32 operands, or wide outputs, too.
+    """Most rows of a decode tile. On targets without measured tiles, few enough that q, the parts of float32 operands
+    and wide outputs fit the registers.
     """
     p, most = problem, target.decode_rows
     wide = max(p.head_dim, p.value_dim)
@@ -162,7 +163,7 @@ def decode_rows(problem: Problem, target: Target) -> int:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether cells of a mask or a tree, or biases, take registers beside the scores."""
+    """Whether mask cells, tree cells or biases take registers besides the scores."""
     return problem.mask is not None or problem.tree or problem.biased
 
 
@@ -172,9 +173,9 @@ def has_packed(problem: Problem) -> bool:
 
 
 def sees_all(problem: Problem) -> bool:
-    """Whether the one query of a sequence stands behind all of its keys, so that `causal` hides none.
+    """Whether sequences have one query, at or after the last key, so that `causal` hides nothing and can be dropped.
 
-    The rule costs more than its comparisons. With `split_size` the longest sequence of a batch has no say.
+    Causal costs more than its comparisons. With `split_size` this must not depend on the longest sequence of a batch.
     """
     p = problem
     offset = p.rules.q_offset
@@ -183,17 +184,17 @@ def sees_all(problem: Problem) -> bool:
 
 
 def is_decode(problem: Problem) -> bool:
-    """Few queries: the time goes into reading the keys.
+    """Whether queries are so few that the call is memory-bound.
 
-    A packed batch may hold one long sequence, and its bits must then not depend on that: with `split_size` it takes
-    the one pass of prefill.
+    A packed batch with `split_size` is prefill, with one pass over the keys: one long sequence in it must not change
+    the bits of the others.
     """
     p = problem
     return own_queries(p) <= DECODE_ROWS and not (p.packed_q and p.split_size and p.selection is None)
 
 
 def keys_of(problem: Problem) -> int:
-    """Keys that a query is given: all, or as many as it may choose."""
+    """Keys per query: all, or as many as its indices select."""
     s = problem.selection
     return problem.kv_len if s is None else s.count * s.block
 
@@ -204,7 +205,7 @@ def tile(problem: Problem, target: Target) -> Config:
 
 
 def config_of(problem: Problem, target: Target, known: Config | None = None) -> Config:
-    """The launch of a problem on a device; by a `known` tile, if any."""
+    """The launch shape of a problem on a device; from a `known` tile, if given."""
     p, c = problem, known or tile(problem, target)
     if c.BM == 8 and not flips(p):
         c = tile(p, target)
@@ -221,8 +222,8 @@ def config_of(problem: Problem, target: Target, known: Config | None = None) -> 
 
 
 def fitted(problem: Problem, c: Config, target: Target) -> Config:
-    """The tile with eight warps where four would spill, made smaller until the device's shared memory holds it: fewer
-    stages, but two, then fewer rows or keys.
+    """The tile fitted to the device: eight warps where four would spill, then reduced until shared memory holds it, by
+    fewer stages (down to two), then fewer rows or keys.
 
     It must not depend on the batch: with `split_size` the bits of a sequence do not.
     """
@@ -249,9 +250,9 @@ def fewer_rows(problem: Problem, c: Config) -> Config:
 
 
 def programs_at_once(problem: Problem, c: Config) -> int:
-    """Programs that are to run on a processor at the same time.
+    """Target occupancy: programs per SM.
 
-    Of one warp there is room for 8 to 12, but fewer read memory better.
+    Of one-warp programs 8 to 12 would fit, but fewer read memory faster.
     """
     if c.warps == 1:
         return 4 if flips(problem) and problem.group > 1 and not is_packed(problem) else 8
@@ -265,7 +266,7 @@ def tile_queries(problem: Problem, c: Config) -> int:
 
 
 def busy_tiles(problem: Problem, c: Config) -> int:
-    """Tiles with rows in them, at most. Between those of packed sequences a grid has programs that end at once."""
+    """Most tiles that can have rows. With packed sequences the grid also has empty programs, which exit at once."""
     p, BQ = problem, tile_queries(problem, c)
     if not p.packed_q or p.selection is not None:
         return query_tiles(p, c)
@@ -273,7 +274,7 @@ def busy_tiles(problem: Problem, c: Config) -> int:
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
-    """Tiles of query rows in all sequences; of packed ones the places in the grid that they may have."""
+    """Tiles of query rows in all sequences; for packed ones the size of the grid, an upper bound."""
     p, BQ = problem, tile_queries(problem, c)
     if p.packed_q:
         return p.total_q // BQ + p.batch + 1
@@ -283,18 +284,18 @@ def query_tiles(problem: Problem, c: Config) -> int:
 
 
 def orders(problem: Problem) -> bool:
-    """Whether the sequences of a packed batch are ranked first; one program sorts them, so there is a limit.
+    """Whether the sequences of a packed batch are sorted, longest first; one program sorts them, so there is a limit.
 
-    Not causal ones: the last rows of a sequence come first, so that a long one that comes last ends in short pieces
-    anyway.
+    Not causal ones: the last rows of a sequence come first, so even a long sequence that is scheduled last ends in
+    short tiles.
     """
     return problem.packed_q and not (problem.rules.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
 
 
 def lookup(problem: Problem, c: Config) -> str:
-    """How a tile's pages are looked up: one for the tile, all that it is made of, or row by row.
+    """How a tile's pages are looked up: one page per tile, all pages of the tile, or row by row.
 
-    Row by row, a thread loads and multiplies a page's number for each row that it copies, and quantised rows are short.
+    Row by row, a thread loads and multiplies a page number for each row that it copies, and quantised rows are short.
     """
     if problem.page_size and problem.selection is not None:
         return "rows"
@@ -304,20 +305,22 @@ def lookup(problem: Problem, c: Config) -> str:
 
 
 def prefetches_pages(problem: Problem, c: Config) -> bool:
-    """Whether a tile's pages are looked up while the tile before it is done: where they are not looked up row by row.
+    """Whether a tile's page numbers are prefetched during the tile before it: unless they are looked up row by row.
 
-    Else the lookup is a step of the pipeline. Not where a tile is a page of 16.
+    Else the lookup is a stage of the pipeline. Not where a tile is a page of 16.
     """
     return lookup(problem, c) in ("tile", "pages") and c.BK > 16 and not lists_tiles(problem)
 
 
 def lists_tiles(problem: Problem) -> bool:
-    """Whether a dense mask's tiles come from a list; few queries read all of it."""
+    """Whether key tiles come from the block-sparsity list of a dense mask. Decode reads the whole mask instead."""
     return problem.mask is not None and problem.selection is None and not is_decode(problem)
 
 
 def swizzle(problem: Problem, c: Config) -> int:
-    """Planes whose tiles are mixed: those whose keys fit the L2 cache together, if some tiles have more to do."""
+    """Planes (batch row, head block) of an L2 swizzle group, whose tiles are interleaved: those whose keys fit L2
+    together. 1 for packed queries, and where no rule makes some tiles longer than others.
+    """
     p = problem
     if not p.rules.by_position or p.packed_q:
         return 1
@@ -334,7 +337,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         flags["rules"] = replace(flags["rules"], causal=False)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, row_groups(p, c))
-    # Biased sums are larger, and so are their errors: within what is allowed up to D=128, too large with D=256.
+    # Biased sums are larger, and so are their errors: within tolerance up to D=128, too large with D=256.
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
     values = operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, row_groups(p, c))
@@ -373,16 +376,16 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
 
 
 def combine_block(problem: Problem, c: Config, target: Target) -> int:
-    """Partial results that are loaded at once; where tiles are not measured, as many as registers hold."""
+    """Split-KV partials that are loaded at once; on targets without measured tiles, as many as registers hold."""
     if target.measured:
         return COMBINE_BLOCK
-    numbers = -(-c.BM * ceil_pow2(problem.value_dim // c.slices) // (target.wave * c.warps))  # of a thread, of one
+    numbers = -(-c.BM * ceil_pow2(problem.value_dim // c.slices) // (target.wave * c.warps))  # per thread and partial
     return next(n for n in (COMBINE_BLOCK, 8, 4, 2, 1) if n == 1 or n * numbers <= COMBINED_REGISTERS)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
     """Seconds saved if sequences share one pass over a prefix of `tokens`.
 
-    By the time that decode takes for a shared prefix and the host for a cascade's calls (h200 23).
+    From the decode time of a shared prefix and the host time of a cascade's calls (h200 23).
     """
     return (len(rows) - 1) * tokens * problem.kv_heads * problem.bytes / 4.5e12 - 600e-6

@@ -1,4 +1,4 @@
-"""From running states (m, l, acc) to an output row."""
+"""Epilogue: normalises and stores the state (m, l, acc) of rows, and combines split-KV partials."""
 
 import triton.language as tl
 
@@ -20,7 +20,7 @@ def empty_acc(OP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def normalise(m, l, acc, sink, SINKS: tl.constexpr):
-    """The state with its sink, normalised; m in natural units. A row that saw nothing has l = 1, m = -inf, acc = 0."""
+    """Adds the sink and divides acc by l; m in natural units. Fully masked rows get l = 1, m = -inf, acc = 0."""
     if SINKS:
         m_new = tl.maximum(m, sink)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -48,7 +48,7 @@ def has_nonfinite(acc):
 
 @triton.jit
 def store_acc(at, acc, ok, OP: tl.constexpr, ROW_GROUPS: tl.constexpr):
-    """Rows `at` [BM] from chunks [BM, W], converted to the memory's type; ROW_GROUPS: of each row its own group."""
+    """Stores chunks [BM, W] to rows `at` [BM], in the pointer's type. ROW_GROUPS: of each row its own scale group."""
     for i in tl.static_range(len(OP.widths)):
         for part in tl.static_range(parts_of(OP)):
             d = tl.arange(0, width_of(OP, i))
@@ -62,15 +62,15 @@ def store_acc(at, acc, ok, OP: tl.constexpr, ROW_GROUPS: tl.constexpr):
 
 @triton.constexpr_function
 def splits_at_once(op, most):
-    """Splits whose results are on their way at once: as many as registers hold."""
+    """Splits whose partials are loaded at once: as many as registers hold."""
     return max(1, min(most, 1024 // (op.columns * op.parts)))
 
 
 @triton.jit
 def load_acc(at, ok, OP: tl.constexpr):
-    """Chunks [BM, W] of the rows `at` [BM] of partial results.
+    """Loads chunks [BM, W] of the split-KV partials at `at` [BM].
 
-    They come from other processors: what the first-level cache may hold of them is not looked at.
+    They were written by other SMs, so the loads bypass L1 (`.cg`).
     """
     acc = ()
     for i in tl.static_range(len(OP.widths)):
@@ -84,11 +84,11 @@ def load_acc(at, ok, OP: tl.constexpr):
 
 @triton.jit
 def combine_splits(PARTIAL, PARTIAL_ML, first, splits, ok, acc, MOST: tl.constexpr, OP: tl.constexpr):
-    """The states of `splits` splits as one: m, l, acc. `first` [BM] numbers the first split of each row, `acc` is all
-    zeros.
+    """Combines the partials of `splits` splits into one state (m, l, acc). `first` [BM] is the index of each row's
+    first split, `acc` is all zeros.
 
-    MOST splits are loaded at once, for the time goes into waiting; they are added one by one and in order, so that more
-    (empty) ones do not change a bit, nor the number of rows that a program combines.
+    Up to MOST splits are loaded at once, to hide latency. They are added one by one and in order, so that neither extra
+    (empty) splits nor the number of rows per program change a bit.
     """
     BS: tl.constexpr = splits_at_once(OP, MOST)
     N: tl.constexpr = len(acc)
@@ -118,7 +118,7 @@ def combine_splits(PARTIAL, PARTIAL_ML, first, splits, ok, acc, MOST: tl.constex
             l += weight * ls[j]
             added = ()
             for i in tl.static_range(N):
-                # An empty split has written zeros, so that no weight meets an old NaN.
+                # Empty splits wrote zeros, so that no weight of 0 multiplies a stale NaN.
                 added = added + (sums[i] + partials[j * N + i] * weight[:, None],)
             sums = added
         m = m_new

@@ -1,19 +1,19 @@
-"""Attention of one tile of query rows over the keys that it can see: prefill and decode.
+"""The forward kernel: attention of one tile of query rows over the keys that it sees, for prefill and decode.
 
 A program owns BM rows: BM // pack queries times `pack` query heads of one KV head (pack is 1 in prefill, the group in
-decode, so that each key is read once for all heads that share it). Its mainloop takes key tiles from the first that any
-of its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
-that a dense mask leaves. Of queries that choose their keys it owns only such as share a choice, and a tile is of places
-in their indices. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
-registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end combines
-all ("inside"), or `combine.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
-compute all scores and a slice of the output.
+decode, so that each key is read once for all heads that share it). Its mainloop goes over key tiles in order, from the
+first that any of its rows sees to the last: masked tiles at either end, unmasked ones between them, or the list of
+tiles that a dense mask leaves. With key or block indices, a program owns only queries that share their indices, and a
+key tile is a range of positions in these. K and V go from global to shared memory by pipelined copies; q, m, l and acc
+stay in registers. With `split` (split-KV) the keys are divided among programs, and each writes its partial (m, l, acc);
+the last-arriver combines them ("inside"), or `combine.py` does ("after"). With `slices` the value columns are divided:
+programs that share rows each compute all scores and a slice of the output.
 
-The products p v of the fast loops also multiply values under hidden cells, by zero. If such a value was not finite,
-acc has become NaN; then, and only then, the tile is computed again by a slower loop that keeps non-finite values from
-rows that do not see them (non-finite fix-up). Decode does so in the same kernel ("inside"). In prefill that loop would
-take registers from the fast ones, so there a program sets a flag ("flag") and a second launch of the same tiles, most
-of which end at once, does it ("fixup").
+P V in the fast loops also multiplies values under hidden cells, by zero. If such a value is not finite, acc becomes
+NaN; then, and only then, the tile is recomputed by a slower loop that keeps non-finite values from rows that do not see
+them (non-finite fix-up). Decode does so in the same kernel ("inside"). In prefill that loop would take registers from
+the fast ones: there a program sets a flag ("flag"), and a second launch over the same tiles recomputes the flagged ones
+("fixup"); its other programs exit at once.
 """
 
 import triton.language as tl
@@ -52,7 +52,7 @@ def fwd_kernel(a, S):
     BQ: tl.constexpr = queries_of(S)
     if S.pdl:
         gdc_launch_dependents()
-    scale = tl.cast(a.scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
+    scale = tl.cast(a.scale, tl.float32)  # the interpreter passes a subnormal float32 as float64
     pid = tl.program_id(0)
     split = tl.program_id(1)
     flag = a.FLAGS
@@ -92,11 +92,11 @@ def fwd_kernel(a, S):
         q_len = tl.where(owned, q_len, a.total_q) - q_start
         if tile * BQ >= q_len:
             return
-        tile = tl.cdiv(q_len, BQ) - 1 - tile  # the last rows of a causal sequence have the most to do
+        tile = tl.cdiv(q_len, BQ) - 1 - tile  # the last rows of a causal sequence see the most keys
         row_b = b * 0
         b = tl.minimum(b, a.batch - 1)
     else:
-        # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
+        # L2 swizzle groups of planes whose keys fit L2; within a group, the last tiles of all its planes come first.
         tiles = tl.cdiv(q_len, BQ)
         if S.chosen > 0:
             tiles = tl.cdiv(q_len, S.chosen) * tl.cdiv(tl.minimum(q_len, S.chosen), BQ)
@@ -111,7 +111,7 @@ def fwd_kernel(a, S):
         row_b = b
         owned = b < a.batch
 
-    # Its keys and positions.
+    # The sequence's keys and positions.
     n_keys = a.kv_len
     if S.varlen:
         kv_start = tl.load(a.CU_K + b)
@@ -148,8 +148,8 @@ def fwd_kernel(a, S):
     bottom = query_position(offset, tl.minimum(top_row + BQ, end_row) - 1, numbers, S)
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
-    own_keys = n_keys - q_len  # the first key that a tree mask is of
-    nodes = row  # a tuple that is handed on holds no None
+    own_keys = n_keys - q_len  # the first key that a tree mask covers
+    nodes = row  # a placeholder: tuples passed to functions cannot hold None
     if S.positions:
         nodes = a.POSITIONS + b.to(tl.int64) * a.positions_b
         qpos = node_position(nodes, row, row_ok, own_keys)  # [BM]
@@ -160,7 +160,7 @@ def fwd_kernel(a, S):
         full_hi = tl.minimum(full_hi, tl.maximum(own_keys, 0))
 
     indices = a.K
-    # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
+    # Tiles first_t .. last_t hold all keys that any row sees; in inner .. outer every row sees every key.
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     if S.chosen > 0:
@@ -171,7 +171,7 @@ def fwd_kernel(a, S):
         if S.chosen > 1:
             last_t = tl.cdiv(chosen_places(indices, a.chosen_keys, lo, hi, S), BK)
     if S.split:
-        if a.split_tiles > 0:  # fixed, whatever the batch
+        if a.split_tiles > 0:  # fixed, independent of the batch
             first_t = tl.maximum(first_t, split * a.split_tiles)
             last_t = tl.minimum(last_t, (split + 1) * a.split_tiles)
         else:
@@ -280,7 +280,7 @@ def fwd_kernel(a, S):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, True)
 
     m, l, acc, power, _ = state
-    first_ok = row_ok  # of rows that stand for one, the first
+    first_ok = row_ok  # with row groups, only the first row of each q row
     if S.row_groups > 1:
         first_ok = row_ok & (tl.arange(0, BM) % S.row_groups == 0)
     if S.folded:
@@ -290,14 +290,14 @@ def fwd_kernel(a, S):
     if S.linear:
         m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
     if S.split:
-        # Rows in the order of the output's rows, then heads, then splits.
+        # Partials are ordered by output row, then head, then split.
         partial = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (a.head_blocks * PACK) + head) * a.splits
         tl.store(a.PARTIAL_ML + (partial + split) * 2, m, mask=first_ok)
         tl.store(a.PARTIAL_ML + (partial + split) * 2 + 1, l, mask=first_ok)
         columns: tl.constexpr = S.values.columns * S.values.parts
         store_acc(a.PARTIAL + (partial + split) * columns, acc, row_ok, values_of(S), S.row_groups > 1)
         if S.combine == "inside":
-            # The program that is done last combines what all have written, and leaves a zero for the next call.
+            # The last-arriver combines all partials, and resets the semaphore for the next call.
             tl.debug_barrier()
             done = tl.atomic_add(a.SEMAPHORES + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
             if done != a.splits - 1:

@@ -1,8 +1,8 @@
-"""Tiles of K and V: from dense, packed or paged memory, plain or quantised, in chunks of columns.
+"""Loads tiles of K and V from dense, packed or paged memory, plain or quantised, in chunks of columns.
 
-A head dim is cut into chunks whose widths are powers of two (576 = 512 + 64, 72 padded to 128); quantised tensors are
-cut where their scale groups end, so that one scale belongs to each row of a chunk. A chunk of int4 bytes gives two
-chunks of elements: the low halves and, D / 2 further on, the high ones. Where bytes are read two at a time
+A head dim is split into chunks whose widths are powers of two (576 = 512 + 64, 72 padded to 128); quantised tensors are
+split where their scale groups end, so that each row of a chunk has one scale. A chunk of int4 bytes gives two chunks of
+elements: the low nibbles and, D / 2 columns further on, the high ones. Where bytes are read two at a time
 (`dequant.py`), a chunk gives two chunks of elements: every second column.
 """
 
@@ -30,7 +30,7 @@ def values_of(spec):
 
 @triton.constexpr_function
 def queries_of(spec):
-    """Queries of a tile: of those that choose their keys, not more than share a choice."""
+    """Queries of a tile; with indices, at most as many as share them."""
     queries = spec.BM // spec.row_groups // spec.pack
     return min(queries, spec.chosen) if spec.chosen else queries
 
@@ -47,7 +47,7 @@ def round_type(spec):
 
 @triton.constexpr_function
 def precision_of(op):
-    """The interpreter multiplies in float32 whatever it is told, and does not know every name."""
+    """`input_precision` of a product. The interpreter always multiplies in float32, and does not know every name."""
     return "ieee" if INTERPRETED else op.precision
 
 
@@ -78,7 +78,7 @@ def unit_of(op):
 
 @triton.constexpr_function
 def half_of(op, part):
-    """Of int4: whether a chunk of elements is of low (0) or high halves (1)."""
+    """Of int4: whether a chunk of elements holds the low (0) or high nibbles (1)."""
     return part // op.unit
 
 
@@ -110,29 +110,29 @@ def row_groups_of(op):
 
 @triton.constexpr_function
 def leads(op, i, part):
-    """Whether the chunk of elements before this one, if any, lies in another scale group."""
+    """Whether this chunk of elements is the first of its scale group."""
     before = (i, part - 1) if part else (i - 1, op.parts - 1)
     return before[0] < 0 or op.group_at(i, part) != op.group_at(*before)
 
 
 @triton.constexpr_function
 def ends(op, i, part):
-    """Whether the chunk of elements after this one, if any, lies in another scale group."""
+    """Whether this chunk of elements is the last of its scale group."""
     after = (i, part + 1) if part + 1 < op.parts else (i + 1, 0)
     return after[0] == len(op.widths) or op.group_at(i, part) != op.group_at(*after)
 
 
 @triton.jit
 def power_of_two(x):
-    """The largest power of two that x >= 0 holds; 1 for 0. For infinity infinity."""
+    """The largest power of two not above x >= 0; 1 for 0, infinity for infinity."""
     y = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(y == 0, 1.0, y)
 
 
 @triton.jit
 def find_pages(n0, hi, TABLE, S: tl.constexpr, MASKED: tl.constexpr):
-    """The pages of the tile that begins at key `n0`: one, all of them [BK / page] or that of each row [BK], as
-    `S.lookup` says; without pages 0.
+    """Page numbers of the tile that begins at key `n0`, by `S.lookup`: one, all of the tile [BK / page], or that of
+    each row [BK]; 0 without pages.
     """
     PAGE: tl.constexpr = S.page
     BK: tl.constexpr = S.BK
@@ -154,7 +154,7 @@ def find_pages(n0, hi, TABLE, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_rows(n0, found, S: tl.constexpr):
-    """Where the rows of a tile lie: the page and slot of the first, and those of each from there, 0 or [BK]."""
+    """Location of a tile's rows: page and slot of the first, then pages and slots of each relative to those."""
     r = tl.arange(0, S.BK)
     page = n0 * 0
     pages = r * 0
@@ -175,7 +175,7 @@ def tile_rows(n0, found, S: tl.constexpr):
 
 @triton.jit
 def chosen_places(INDICES, count, lo, hi, S: tl.constexpr):
-    """Places of a list of blocks up to the last that has a key in `lo .. hi`: lists may be longer than their choice."""
+    """Length of a list of blocks, in keys, up to the last block with a key in `lo .. hi`: lists may be padded."""
     blocks = count // S.chosen
     places = blocks * 0
     for i in range(0, blocks, 64):
@@ -188,8 +188,8 @@ def chosen_places(INDICES, count, lo, hi, S: tl.constexpr):
 
 @triton.jit
 def chosen_rows(n0, lo, hi, count, INDICES, TABLE, S: tl.constexpr):
-    """The keys [BK] that places `n0` on of `count` indices name, which of them are in `lo .. hi`, and where
-    their rows lie, as `tile_rows` says it.
+    """The keys [BK] at positions `n0 ..` of `count` selected keys, which of them are in `lo .. hi`, and the location of
+    their rows as `tile_rows` returns it.
     """
     j = n0 + tl.arange(0, S.BK)
     index = tl.load(INDICES + j // S.chosen, mask=j < count, other=-1)
@@ -206,9 +206,9 @@ def chosen_rows(n0, lo, hi, count, INDICES, TABLE, S: tl.constexpr):
 
 @triton.jit
 def row_offsets(where, stride_b, stride_l, ALIGN: tl.constexpr, S: tl.constexpr):
-    """Elements from the base to the first row, and from there to each [BK]; in 64 bits, a cache may hold 2**31.
+    """Offsets in elements, from the base to the first row and from there to each [BK]; int64: a cache may hold 2**31.
 
-    Strides are multiples of ALIGN, which Triton does not see through a reshape.
+    Strides are multiples of ALIGN, which Triton cannot infer through a reshape.
     """
     PAGE: tl.constexpr = S.page
     BK: tl.constexpr = S.BK
@@ -227,8 +227,8 @@ def row_offsets(where, stride_b, stride_l, ALIGN: tl.constexpr, S: tl.constexpr)
 
 @triton.jit
 def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
-    """Chunk `i`, in units, of the rows at offsets `rows`: [BK, W], TURNED [W, BK]; rows that are not `ok` and padding
-    give 0.
+    """Loads chunk `i`, in storage units, of the rows at offsets `rows`: [BK, W], or [W, BK] if TURNED. Rows that are
+    not `ok` and padding give 0.
     """
     first, each = rows
     d = first_of(OP, i) + tl.arange(0, width_of(OP, i))
@@ -258,25 +258,25 @@ def rest_width(op):
 
 @triton.constexpr_function
 def rest_type(spec):
-    """Of products with the elements that a latent row has in bfloat16: q's type if it is that, else float32."""
+    """Operand type for the bfloat16 elements of a latent row: bfloat16 if q is, else float32."""
     return tl.bfloat16 if spec.round == "bf16" else tl.float32
 
 
 @triton.constexpr_function
 def rest_precision(spec):
-    """Two 16-bit types meet in TF32, which holds both exactly."""
+    """Different 16-bit types are multiplied in TF32, which holds both exactly."""
     return "ieee" if INTERPRETED else "tf32" if spec.ptx and spec.round == "f16" else spec.keys.precision
 
 
 @triton.jit
 def scales_in_row(row, UNIT: tl.constexpr = 1):
-    """Where the scales of a latent row are, of whose units of UNIT bytes the first is at `row`."""
+    """Pointer to the scales of a latent row; `row` points to its first unit of UNIT bytes."""
     return (row + LATENT // UNIT).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
 def load_rest(base, rows, ok, OP: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr):
-    """The bfloat16 elements of latent rows: [BK, W]. By their bits: the interpreter has no bfloat16."""
+    """The bfloat16 elements of latent rows: [BK, W]. Loaded as bits: the interpreter has no bfloat16."""
     first, each = rows
     d = tl.arange(0, rest_width(OP))
     inside = (d < OP.rest)[None, :]
@@ -303,7 +303,7 @@ def row_scales(base, rows, ok, group: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def element_scales(base, rows, ok, i: tl.constexpr, part: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr):
-    """The scale of each element of a chunk that crosses groups: float32 [BK, W]."""
+    """The scale of each element of a chunk that spans scale groups: float32 [BK, W]."""
     first, each = rows
     d = start_of(OP, i, 0) + tl.arange(0, width_of(OP, i))
     group = (d + part * OP.columns) // OP.group

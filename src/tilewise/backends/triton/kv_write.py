@@ -1,10 +1,10 @@
-"""Stores rows of K and V into a cache: converted, or quantised, where they are to lie, in one pass.
+"""Appends rows of K and V to a cache, converted or quantised, in one pass.
 
-One program for each token and KV head. It finds its token's sequence b in the sums of their counts, then position
-p = starts[b] + i, then slot p % wrap of row b or of page table[b, p // wrap]; a token past the last sum is left out. A
-row stays in registers: each group's
-largest magnitude gives its scale, the row is divided by it, rounded, and written with its scales. Divisions are exact,
-so that the bytes are those of `Quantised.from_float`.
+One program for each token and KV head. It finds its token's sequence b in the cumulative counts, then position
+p = starts[b] + i, then slot p % wrap of row b or of page table[b, p // wrap]; tokens past the last sequence are
+skipped. A row stays in registers: the largest magnitude of each scale group gives its scale, the row is divided by it,
+rounded, and written with its scales. Divisions are correctly rounded, so that the bytes are those of
+`Quantised.from_float`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scale_of(x, mine, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
 def put_row(  # type: ignore[no-untyped-def]
     SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr
 ):
-    """One row of a head. W is a power of two that covers D."""
+    """Converts or quantises one row of a head, and stores it. W is a power of two that covers D."""
     d = tl.arange(0, W)  # [W]
     x = tl.load(SOURCE + d, mask=d < D, other=0.0)
     if KIND == "plain":
@@ -85,7 +85,7 @@ def append(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
-    # The last b with CU[b] <= token; sequences of no token are stepped over.
+    # Binary search for the last b with CU[b] <= token; it skips empty sequences.
     b = token * 0
     for step in tl.static_range(STEPS):
         ahead = b + (1 << (STEPS - 1 - step))
@@ -96,11 +96,11 @@ def append(  # type: ignore[no-untyped-def]
     slot = (position % wrap).to(tl.int64)
     outer = b.to(tl.int64)
     new = tl.load(CU + b + 1) - first
-    kept = i < new  # past the last sequence there may be tokens of none
+    kept = i < new  # tokens past the last sequence belong to none
     if PAGED:
         outer = tl.load(TABLE + outer * table_b + position // wrap, mask=kept, other=0).to(tl.int64)
     else:
-        kept = kept & (i >= new - wrap)  # a ring keeps the last ones
+        kept = kept & (i >= new - wrap)  # a ring keeps the last `wrap` tokens
     line = b.to(tl.int64)
     row = i.to(tl.int64)
     if PACKED:
@@ -117,7 +117,7 @@ def append(  # type: ignore[no-untyped-def]
             K + line * k_b + h * k_h + row * k_l, K_TO + outer * kt_b + h * kt_h + slot * kt_l, k_scales, D, W, K_KIND,
             K_GROUP,
         )  # fmt: skip
-        if DV > 0:  # else it lies in K
+        if DV > 0:  # else V is in K
             put_row(
                 V + line * v_b + h * v_h + row * v_l, V_TO + outer * vt_b + h * vt_h + slot * vt_l, v_scales, DV, WV,
                 V_KIND, V_GROUP,
@@ -125,7 +125,7 @@ def append(  # type: ignore[no-untyped-def]
 
 
 class Append:
-    """The call for one cache; only its sources and places change. See `core/kv_store.py`."""
+    """The writer of one cache; only the source rows and their places change between calls. See `core/kv_store.py`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         self.k, self.v, self.wrap = k, v, wrap

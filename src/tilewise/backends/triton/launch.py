@@ -1,8 +1,8 @@
 """From a plan and its tensors to kernel launches.
 
 The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers pass their addresses directly to it: that is a few microseconds where
-the way through Triton is tens. Nothing here reads a value on the device.
+calls with the same strides and aligned pointers pass their addresses directly to it, which takes a few microseconds
+instead of tens. Nothing here reads a value on the device.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .split_kv import combines_inside
 
 COMBINE_WARPS = 4
 
-COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # what `combine` is given of them
+COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # the tensors that `combine` takes
 
 
 class Launches(NamedTuple):
-    """What a call like an earlier one launches."""
+    """The compiled launches that later calls with the same strides repeat."""
 
     attention: Ready
     inside: Ready | None  # attention that combines its splits itself
@@ -47,14 +47,14 @@ class Launches(NamedTuple):
 
 
 class Launcher:
-    """All that a plan's calls have in common."""
+    """The launches of a plan: what all its calls share."""
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         p = self.problem = plan.problem
         self.config = c
         self.target = target
         spec = self.spec = config.spec(p, c, target)
-        early = {"launch_pdl": True} if spec.pdl else {}  # which only NVIDIA's compiler knows
+        early = {"launch_pdl": True} if spec.pdl else {}  # an option of NVIDIA's compiler only
         self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, **early)
         self.lister = Lister(p, c.BM, c.BK, target.measured) if spec.listed else None
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
@@ -62,7 +62,7 @@ class Launcher:
         self.grid = (config.query_tiles(p, c) * head_blocks * c.slices, c.splits)
         rows = p.total_q if p.packed_q else p.batch * p.q_len
         self.rows = rows * p.heads
-        # The workspace: m and l of every split of every row, then acc. Both begin at multiples of 16 bytes.
+        # The workspace of partials: m and l of every split of every row, then acc. Both are aligned to 16 bytes.
         self.partial_at = -(-self.rows * c.splits * 2 // 4) * 4
         self.partial_end = self.partial_at + self.rows * c.splits * p.value_dim
         self.sizes: Arguments = {
@@ -79,15 +79,14 @@ class Launcher:
             "split_tiles": c.split_tiles,
             "chosen_keys": config.keys_of(p),
         }
-        # Programs that combine splits have a workspace that stays, one a stream: semaphores, then what `memory` gives
-        # to others.
+        # If the last-arriver combines, the workspace is kept, one per stream: semaphores, then partials as in `memory`.
         self.combines_inside = combines_inside(p, c)
         self.semaphores_end = -(-self.grid[0] // 4) * 4
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
         self.present: Any = None
-        self.mask_at = 0  # where the mask's address is among those of a call
-        self.order_at: list[int] = []  # and those that the orderer reads
-        self.combined_at: list[int] = []  # and the combining kernel
+        self.mask_at = 0  # index of the mask among a call's addresses
+        self.order_at: list[int] = []  # of the tensors that the orderer reads
+        self.combined_at: list[int] = []  # of those that `combine` takes
         self.ready: dict[Any, Launches] = {}
 
     def __call__(self, t: Tensors) -> None:
@@ -114,7 +113,7 @@ class Launcher:
             self.first(t, key)
 
     def first(self, t: Tensors, key: Any) -> None:
-        """A call through Triton; with `key`, later ones like it are launched by address."""
+        """Launches through Triton; with `key`, later calls with this key are launched by address."""
         device, captured = t.q.device, not INTERPRETED and capturing()
         workspace, flags = self.memory(device)
         partial = None if workspace is None else workspace[self.partial_at :]
@@ -130,7 +129,7 @@ class Launcher:
             memory = (kept[self.partial_at :], kept[: self.partial_at], semaphores, flags, ranks)
             kernel_inside, _, given = self.attention(t, memory, lists)
             inside = kernel_inside.first(self.grid, given)
-        if not alone or key is not None:  # the second time only so that it is ready for a capture
+        if not alone or key is not None:  # besides `inside`, so that a graph capture finds it compiled
             attention = kernel.first(self.grid, arguments)
             if self.spec.split:
                 combining = self.combiner.first((self.rows, 1), self.combine_arguments(t, partial, partial_ml))
@@ -140,7 +139,7 @@ class Launcher:
             self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 
     def relaunch(self, ready: Launches, addresses: list[int], device: torch.device, states: Any = None) -> None:
-        """A call like an earlier one. Addresses are in the order of the kernels' arguments; `states` are of its map."""
+        """Launches by address, in the order of the kernels' arguments; `states` are those of the call's tile map."""
         attention, inside, fixup, combining, listing, ordering = ready
         partial = partial_ml = 0
         workspace = flags = None
@@ -174,7 +173,7 @@ class Launcher:
             combining([partial, partial_ml, *(addresses[i] for i in self.combined_at)], stream)
 
     def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The workspace of splits and the flags of tiles that are not finite."""
+        """The workspace of split-KV partials, and the non-finite flags of tiles."""
         workspace = torch.empty(self.partial_end, dtype=torch.float32, device=device) if self.spec.split else None
         if self.spec.guard != "flag":
             return workspace, None
@@ -234,15 +233,15 @@ def in_pairs(x: torch.Tensor) -> bool:
 
 
 def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
-    """A tensor as a kernel reads it: bytes, or units of two bytes, in place of what Triton does not know."""
+    """A tensor as a kernel reads it: types that Triton does not know as bytes, or as units of two bytes."""
     if x is None or unit == 1:
         return None if x is None else as_bytes(x)
     return x.view(torch.int16)
 
 
 def alignment(*tensors: torch.Tensor | None) -> int:
-    """What all strides are multiples of, 16 at most, which Triton sees itself; rows of D = 72 are multiples of 8.
-    Without that a kernel would load single elements, and not in advance.
+    """Common alignment of all strides, 16 at most, which Triton detects itself; rows of D = 72 are multiples of 8.
+    Without it a kernel would load single elements, not pipelined.
     """
     either = 0
     for x in tensors:
@@ -253,7 +252,7 @@ def alignment(*tensors: torch.Tensor | None) -> int:
 
 @ByPlan
 def launcher_of(plan: Plan) -> Launcher:
-    """The plan's launches."""
+    """The launcher of a plan."""
     target = target_of(plan.problem.device)
     c = tuned.config_of(plan.problem, target)
     return Launcher(plan, c, INTERPRETER if INTERPRETED and target.ptx else target)

@@ -46,8 +46,8 @@ from .score_mod import LOG2E, logits, rank_one
 
 @triton.jit
 def product(a, b, c, PRECISION: tl.constexpr, FLIP: tl.constexpr):
-    """a b + c, [BM, N]; with FLIP as the transposed product b^T a^T: its rows are the many of b^T, its columns the few
-    of a, and tensor cores take 8 columns where they take 16 rows. `b` is given transposed then.
+    """a b + c, [BM, N]. With FLIP it is computed as the transposed product b^T a^T, and `b` is given transposed: MMA
+    has tiles of 16 rows but 8 columns, so the few rows of `a` become columns.
     """
     if FLIP:
         d = tl.trans(tl.dot(b, tl.trans(a), tl.trans(c), input_precision=PRECISION))
@@ -58,7 +58,7 @@ def product(a, b, c, PRECISION: tl.constexpr, FLIP: tl.constexpr):
 
 @triton.jit
 def turned(x, FLIP: tl.constexpr):
-    """Keys [BK, W] as `product` wants them."""
+    """Keys [BK, W] as the operand `b` of `product`."""
     if not FLIP:
         x = tl.trans(x)
     return x
@@ -69,7 +69,7 @@ def dot_keys(
     q, bias, K, KS, rows, scale_rows, ok,
     BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q k^T: [BM, BK], the chunks of K and its scales, as `value_scales` gives them. A scale that all of a row's chunk
+    """q k^T [BM, BK], the loaded chunks of K, and its scales as from `value_scales`. A scale that a row's whole chunk
     shares is applied to the dot product, not to the keys.
     """
     FLIP: tl.constexpr = S.flip
@@ -81,8 +81,8 @@ def dot_keys(
         chunks = chunks + (raw,)
         for part in tl.static_range(parts_of(OP)):
             if OP.rounds and i > 0:
-                # Tensor cores cut off what they add up, so a long sum is made of rounded ones; by fma, since Triton
-                # makes a sum of products one product.
+                # Tensor cores truncate when they accumulate, so chunks are added outside, rounded; by fma, since
+                # Triton would merge a dot and an addition into one accumulating dot.
                 d = product(
                     q[i], turned(raw.to(work_type(OP)), FLIP), tl.zeros([BM, BK], tl.float32), precision_of(OP), FLIP
                 )
@@ -121,7 +121,7 @@ def dot_keys(
 def nonfinite_terms(value, visible):
     """What NaN and infinite values add to the rows that see them: [BM, W] of 0, +-inf or NaN.
 
-    One dot product counts the values that push a row up (1 each) and down (256 each); NaN does both.
+    One dot product counts them: 1 for +inf, 256 for -inf, both for NaN.
     """
     code = tl.where(value > 0, 1.0, tl.where(value < 0, 256.0, 257.0))
     code = tl.where(value - value == 0, 0.0, code)
@@ -137,7 +137,7 @@ def add_values(
 ):  # fmt: skip
     """acc * alpha + p v, chunk by chunk; V in K is in `chunks`. CLEAN keeps NaN and Inf from rows that do not see them.
 
-    Weights are rounded to q's type and multiplied in a type that holds both them and the values.
+    Weights are rounded to q's type, and multiplied in a type that holds both weights and values.
     """
     OP: tl.constexpr = values_of(S)
     result = ()
@@ -156,12 +156,12 @@ def add_values(
                 if CLEAN:
                     value = raw.to(tl.float32)
             elif S.folded:
-                # Scales go into the weights: fewer numbers than the values.
+                # Fold scales into the weights, which are fewer than the values.
                 if leads(OP, i, part):
                     weights = (p * scales[group_of(OP, i, part)]).to(work_type(OP))
                 v = widened(raw, part, OP, work_type(OP))
             elif OP.factored and S.round != "f32":
-                # The same, with the unit of each row's weights: some keys may be hidden.
+                # The same, in the unit of each row's own weights, since some keys may be hidden.
                 if leads(OP, i, part):
                     scale = value_scale(VS, scale_rows, ok, group_of(OP, i, part), scales, S, MASKED)  # [1, BK]
                     weights = p * scale
@@ -194,17 +194,17 @@ def add_values(
 
 @triton.constexpr_function
 def halvings(n):
-    """How often `n` columns are halved to 8."""
+    """Halvings from `n` columns to 8."""
     return n.bit_length() - 4
 
 
 @triton.jit
 def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
-    """The sum of each row of x [BM, BK]: halves are added, never more than two numbers at once.
+    """Row sums of x [BM, BK] in a fixed order: a tree of pairwise additions.
 
-    A plain sum follows the order in which threads hold the cells, which differs from loop to loop. A tile that is done
-    in another loop (mixed or full, fix-up) would then differ in the last bit. The column bits that a product leaves
-    in one thread come first: all but bits 1 and 2.
+    A plain `tl.sum` follows the register layout, which differs from loop to loop. A tile computed by another loop
+    (mixed or full, fix-up) would then differ in the last bit. Column bits that the MMA layout keeps within a thread
+    are reduced first: all but bits 1 and 2.
     """
     for _ in tl.static_range(halvings(BK)):
         x = tl.sum(tl.reshape(x, [BM, 2, x.shape[1] // 2]), 1)
@@ -215,7 +215,7 @@ def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def column_sums(x, BM: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
-    """The sums of every N-th column of x [BM, BK]: [BM, N]. With 32 of them, no thread needs another's numbers."""
+    """Sums over every N-th column of x [BM, BK]: [BM, N]. With 32 of them, threads exchange nothing."""
     if BK > N:
         x = tl.sum(tl.reshape(x, [BM, BK // N, N]), 1)
     return x
@@ -226,12 +226,12 @@ def step(
     state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Key tile `t` into `state` = (m, l, acc, power, pages). MASKED: not every cell is visible; in a list of tiles,
-    as `mixed` says. `power`: the unit of acc (`scale_folding.py`).
+    """Adds key tile `t` to `state` = (m, l, acc, power, pages). MASKED: cells may be hidden; with a list of tiles, only
+    if `mixed`. `power`: the unit of acc (`scale_folding.py`).
 
     `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one` takes; `keys`,
-    `values` = base, scales and strides. Of the keys only `lo .. hi` are loaded, those that any row sees. `pages` are
-    those of tile `t`, if prefetched. A tile of chosen keys is one of places in the query's indices.
+    `values` = base, scales and strides. Only keys `lo .. hi`, those that any row sees, are loaded. `pages`: prefetched
+    page numbers of tile `t`. With key or block indices, a tile is a range of positions in these.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
@@ -269,7 +269,7 @@ def step(
                 s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
         else:
             s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
-    if S.biased:  # after a mask, which may hold anything where they hide
+    if S.biased:  # after a mask, which may hold anything where a bias is -inf
         left = sum_of_biases != float("-inf")
         s = tl.where(left, s, float("-inf"))
         visible = visible & left
@@ -290,7 +290,7 @@ def step(
     else:
         p = tl.exp2((s - base[:, None]) * LOG2E)
         alpha = tl.exp2((m - base) * LOG2E)
-    if S.guard == "":  # no tile is ever done in another loop
+    if S.guard == "":  # no tile is ever recomputed by another loop
         if S.sum_columns > 0:
             l = l * alpha[:, None] + column_sums(p, BM, BK, S.sum_columns)
         else:
@@ -308,7 +308,7 @@ def step(
 
 @triton.jit
 def unit_of_m(scale, factor, S: tl.constexpr):
-    """What m of a linear kernel is to be multiplied by to be in natural units: one number, or one for each row [BM]."""
+    """The factor from m of a linear kernel to natural units: a scalar, or one for each row [BM]."""
     if S.keys.rescaled:
         unit = scale * factor
     else:

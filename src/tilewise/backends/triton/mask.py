@@ -10,9 +10,8 @@ import triton
 
 from ..gpu.mask_rules import near
 
-# One cell of a mask, read by the thread that needs it. A load of Triton's own would bring the layout of coalesced loads
-# with it: the whole softmax is then done in that layout and, for the products, in theirs too, and each product is
-# waited for (h200 24).
+# Loads one mask cell in the thread that needs it. `tl.load` would impose its coalesced layout: the whole softmax would
+# run in that layout and, for the products, in the MMA layout too, and each product would be waited for (h200 24).
 CELL_PTX: tl.constexpr = tl.constexpr({
     8: "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u8 $0, [$1]; }",
     16: "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b16 $0, 0; @p ld.global.nc.u16 $0, [$1]; }",
@@ -27,7 +26,7 @@ def cell_ptx(bits):
 
 @triton.jit
 def load_cells(at, read, S: tl.constexpr):
-    """The cells at pointers `at` [BM, BK], bytes or floats; 0 where they are not to be read."""
+    """The cells at pointers `at` [BM, BK], bytes or floats; 0 where `read` is false."""
     TYPE: tl.constexpr = at.dtype.element_ty
     if not S.ptx:
         x = tl.load(at, mask=read, other=0)
@@ -47,9 +46,9 @@ def load_cells(at, read, S: tl.constexpr):
 
 @triton.jit
 def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
-    """Scores with a float mask added, and which cells are visible. Rows and keys `n` are shaped as a column and a row,
-    or as a row and a column: `lo`, `hi` are each row's span, `at` points to its first cell in a mask, of which the
-    cells to `read` are read.
+    """Scores with a float mask added, and which cells are visible. Rows and keys `n` broadcast, one as a column, the
+    other as a row. `lo`, `hi`: each row's key span; `at`: pointer to its first mask cell; only cells in `read` are
+    loaded.
     """
     visible = ok & (n < hi)
     if S.rules.hides_left:
@@ -67,7 +66,7 @@ def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
 
 @triton.jit
 def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
-    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
+    """Adds a float mask, selects -inf where a cell is hidden (never adds it); also returns visible cells [BM, BK]."""
     at, row_ok, stride_k, tree, own_keys, nodes = mask  # [BM] pointers to each row's first cell
     keys_ok, ok = ok, ok[None, :]
     s, visible = visible_cells(
@@ -85,25 +84,25 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
 
 @triton.jit
 def tree_cells(at, column, ok, S: tl.constexpr):
-    """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it.
+    """Cells visible by a tree mask: `at` points to each row's first cell; columns below 0 are keys before the tree.
 
-    A load of bytes by Triton would also give the products that follow an operand layout for bytes (`kWidth`), in which
-    keys are added up in another order than in loops without a tree: bits would differ where the fix-up runs.
+    A byte `tl.load` would also give later products an operand layout for bytes (`kWidth`), in which keys are summed in
+    another order than in loops without a tree: bits would differ where the fix-up runs.
     """
     return (load_cells(at + column, ok & (column >= 0), S) != 0) | (column < 0)
 
 
 @triton.jit
 def node_position(at, node, ok, own_keys):
-    """Where nodes of a tree stand, not before the keys that are not the queries' own."""
+    """Positions of tree nodes, clamped to `own_keys`: none is before the keys that precede the tree."""
     return tl.maximum(tl.load(at + node, mask=ok, other=0), own_keys)
 
 
 @triton.jit
 def find_sequence(CU, tile, batch, BQ: tl.constexpr):
-    """The sequence that packed tile number `tile` belongs to; `batch` for rows past the last one.
+    """The sequence of packed tile `tile`, by binary search; `batch` for rows past the last one.
 
-    Sequence b is given the tiles from `CU[b] // BQ + b` on. That is never too few, so the grid needs no lengths.
+    Sequence b gets the tiles from `CU[b] // BQ + b` on. That is never too few, so the grid needs no lengths.
     """
     low, high = 0, batch + 1
     while high - low > 1:
@@ -118,7 +117,7 @@ def find_sequence(CU, tile, batch, BQ: tl.constexpr):
 
 @triton.jit
 def find_ordered(ORDER, tile, batch):
-    """The same by the ranks of `gpu/varlen_order.py`: the sequence, and the tiles before its first."""
+    """The same in varlen order (`gpu/varlen_order.py`): the sequence, and the number of tiles before its first."""
     low, high = 0, batch + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,11 +1,11 @@
 """Merges or sums up to 8 partial results in one pass: each is read once, and the result is written once.
 
-Rows are cut into blocks, one for each program, which keeps them in registers [BR, W]:
+Each program keeps a block of rows in registers [BR, W]:
 
     top = max lse_i;  w_i = exp(lse_i - top);  out = sum w_i out_i / sum w_i;  lse = top + log(sum w_i)
 
-A part whose weight is 0 is left out whatever its `out` holds. Parts may be cut from larger tensors: dims that lie
-together are one, those around them another, with a stride of its own in each part. A plain sum (`SUM`: the gradients of
+A part whose weight is 0 is skipped, whatever its `out` holds. Parts may be views of larger tensors: contiguous inner
+dims are collapsed into one, outer dims into another, with a stride for each part. A plain sum (`SUM`: the gradients of
 rows that several parts have) has no lse and adds in float32, in the order of parts.
 """
 
@@ -25,7 +25,7 @@ from ..gpu.flags import ceil_pow2
 from ..gpu.kernel import Kernel, Ready, is_aligned
 
 MOST = 8
-ELEMENTS = 1024  # of a block: 3.5 TB/s of 8 parts, 3.1 with 4096 (h200 28)
+ELEMENTS = 1024  # of a block (h200 28)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def top_of(L, at, ok, top):  # type: ignore[no-untyped-def]
 def add(  # type: ignore[no-untyped-def]
     X, L, outer, inner, x_a, l_a, d, ok, base, total, mixed, D: tl.constexpr, SUM: tl.constexpr
 ):  # fmt: skip
-    """One part, weighed."""
+    """Adds one part with its weight."""
     if SUM:
         cells = ok[:, None] & (d < D)[None, :]
         x = tl.load(X + (outer * x_a + inner * D)[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([BR, W], tl.float32)
     for i in tl.static_range(N):
         total, mixed = add(X[i], L[i], outer, inner, x_a[i], l_a[i], d, ok, base, total, mixed, D, SUM)
-    total = tl.where(total == 0.0, 1.0, total)  # of a sum, too
+    total = tl.where(total == 0.0, 1.0, total)  # fully masked rows, and SUM
     cells = ok[:, None] & (d < D)[None, :]
     at = outer * out_a + inner * D
     tl.store(OUT + at[:, None] + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=cells)
@@ -82,7 +82,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def split_dim(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The first dim from which on every tensor lies together, if the dims before it are one in each."""
+    """The first dim such that, in every tensor, the dims from it on collapse into one, and so do those before it."""
     shape = tensors[0].shape
     for first in range(len(shape)):
         if all(_together(x, first, len(shape)) and _together(x, 0, first) for x in tensors):
@@ -91,7 +91,7 @@ def split_dim(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 def _together(x: torch.Tensor, first: int, end: int) -> bool:
-    """Whether dims `first` to `end` are one dim; the last dims of all have unit stride then."""
+    """Whether dims `first` to `end` collapse into one; if they are the last dims, with unit stride."""
     dims = [(x.shape[i], x.stride(i)) for i in range(first, end) if x.shape[i] != 1]
     if end == x.ndim and dims and dims[-1][1] != 1:
         return False
@@ -99,7 +99,7 @@ def _together(x: torch.Tensor, first: int, end: int) -> bool:
 
 
 def outer_stride(x: torch.Tensor, first: int) -> int:
-    """From one index of the dims before `first` to the next."""
+    """The stride of the collapsed dims before `first`."""
     strides = [x.stride(i) for i in range(first) if x.shape[i] != 1]
     return strides[-1] if strides else 0
 
@@ -107,7 +107,7 @@ def outer_stride(x: torch.Tensor, first: int) -> int:
 def prepare(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[Kernel, tuple[int, int], dict[str, Any]] | None:
-    """The kernel, its grid and arguments; None for tensors that lie in other ways. A sum has no `lse`."""
+    """The kernel, its grid and arguments; None for other memory layouts. A sum has no `lse`."""
     shape, of_lses = out.shape, [] if lse is None else [*lses, lse]
     if len(outs) > MOST or not out.numel():
         return None
@@ -133,12 +133,12 @@ def prepare(
     return kernel, (-(-count // BR), 1), given | {"rows": rows, "total_rows": count}
 
 
-_ready: dict[Any, tuple[Ready, list[int]]] = {}  # launches by shapes and strides, with the places of their pointers
+_ready: dict[Any, tuple[Ready, list[int]]] = {}  # launches by shapes and strides, with the indices of their pointers
 MOST_READY = 1024
 
 
 def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
-    """Writes `out` and `lse` of all parts or, without `lse`, their sum; False where plain torch has to do it."""
+    """Writes `out` and `lse` of all parts merged or, without `lse`, their sum; False where torch has to do it."""
     tensors = [*outs, *lses, out] if lse is None else [*outs, *lses, out, lse]
     addresses = [x.data_ptr() for x in tensors]
     key = None

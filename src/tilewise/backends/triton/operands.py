@@ -1,4 +1,4 @@
-"""How K and V are cut into chunks of columns, loaded and multiplied: plain functions of a `Problem`."""
+"""How K and V are split into chunks of columns, loaded and multiplied: plain functions of a `Problem`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2
 from ..gpu.target import INTERPRETER, Target
 from .spec import Operand
 
-LONGEST_SUM = 128  # columns that tensor cores add up, cutting off the last bits of each sum
+LONGEST_SUM = 128  # columns that tensor cores may sum, since they truncate the last bits of each sum
 
 
 def chunks(columns: int, least: int) -> tuple[int, ...]:
@@ -25,8 +25,8 @@ def chunks(columns: int, least: int) -> tuple[int, ...]:
 
 
 def least_chunk(BM: int) -> int:
-    """The narrowest chunk. Hopper's products of 64 rows or more read past their operands in Triton 3.6 if one of those
-    is narrower than 64 columns and was not copied there asynchronously.
+    """The narrowest chunk. In Triton 3.6, wgmma (64 rows or more) reads past an operand that is narrower than 64
+    columns and was not copied asynchronously.
     """
     return 64 if BM >= 64 else 32
 
@@ -36,10 +36,11 @@ def operand(
     target: Target = INTERPRETER, pairs: bool = False, row_groups: int = 1,
 ) -> Operand:  # fmt: skip
     """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `row_groups`: scale
-    groups that have rows of q of their own.
+    groups with their own rows of q.
 
-    float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
-    TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly. See `Target.precision`.
+    float32 numbers are split into three bfloat16 parts and multiplied in six products: as exact as float32, where three
+    TF32 products lose two bits. Different 16-bit types are multiplied in TF32, which holds both exactly. See
+    `Target.precision`.
     """
     q = DTYPE_NAMES[problem.q_dtype]
     exact = target.precision(problem.allow_tf32)
@@ -47,13 +48,13 @@ def operand(
     if not fmt.is_quantised:
         same = q == fmt.name
         work, precision = (q, exact) if same or q == "f32" else ("f32", target.precision(True))
-        if work == "f32" and width > 128:  # a product of six needs many registers for each column
+        if work == "f32" and width > 128:  # bf16x6 needs many registers per column
             widths = (64,) * -(-width // 64)
             return Operand(
                 widths, width, "plain", 0, False, work, precision, False, False, rounds=is_key and precision == "tf32"
             )
         widths = chunks(width, least)
-        # The few products of decode can be rounded as often as their sums need it.
+        # Decode has few products, so it can afford to round the sums of chunks.
         rounds = is_key and work != "f32" and BM < 64 and width > LONGEST_SUM
         rounds = rounds and not (
             problem.v_in_k and begins_with(widths, chunks(problem.value_dim, least), problem.value_dim)
@@ -77,9 +78,9 @@ def operand(
     if factored and q != "f32":
         work = "f16"  # holds every stored number exactly
     converts = target.converts_int8 if fmt.is_integer else target.converts_fp8
-    fast = work == "f16" and converts and fmt.name != "codebook4"  # which is a shift, not a conversion
+    fast = work == "f16" and converts and fmt.name != "codebook4"  # codebook4 is a shift, not a conversion
     rescaled = is_key and work == "f16" and q == "bf16"
-    # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
+    # Four warps share 32 units or more in a product; wgmma wants 64 columns, see least_chunk.
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
     return Operand(
         tuple(width // unit for width in widths), columns // unit, fmt.name, fmt.group, factored, work,
@@ -88,10 +89,10 @@ def operand(
 
 
 def shares_chunks(keys: Operand, values: Operand, BM: int) -> bool:
-    """Whether the chunks of V, if it lies in K, are chunks of K: stored alike, read in the same units, no padding.
+    """Whether, with V in K, the chunks of V are chunks of K: same storage, same units, no padding.
 
-    Numbers that are multiplied in another type than memory holds stay in registers between the two products. Beside 64
-    rows of q there are none left for bytes (h200 24, shares_chunks).
+    Elements that are converted before the products stay in registers between the two. With 64 rows of q no registers
+    are left for quantised ones (h200 24, shares_chunks).
     """
     if BM >= 64 and keys.kind != "plain":
         return False
@@ -100,5 +101,5 @@ def shares_chunks(keys: Operand, values: Operand, BM: int) -> bool:
 
 
 def begins_with(keys: tuple[int, ...], values: tuple[int, ...], columns: int) -> bool:
-    """Whether the first of K's chunks are V's, which cover its columns without padding."""
+    """Whether K's first chunks are V's chunks, which cover V's columns without padding."""
     return keys[: len(values)] == values and sum(values) == columns

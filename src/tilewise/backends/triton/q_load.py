@@ -1,4 +1,4 @@
-"""Rows of q as the products with K want them."""
+"""Loads rows of q as operands of the products with K."""
 
 import triton.language as tl
 
@@ -25,10 +25,10 @@ from .scale_groups import own_group
 
 @triton.jit
 def load_rows(base, ok, S: tl.constexpr):
-    """The rows of q that go with the chunks of k, a tuple of [BM, W], and the factor of each row's products [BM].
+    """Rows of q in the chunks of K, a tuple of [BM, W], and the factor of each row's dot products [BM].
 
-    `base` [BM] points to each row. To meet quantised keys in float16, rows of bfloat16 are brought to a largest number
-    of 2**14: what then falls below float16's range is under 2**-28 of it.
+    `base` [BM] points to each row. To be multiplied by quantised keys in float16, bfloat16 rows are scaled to a largest
+    magnitude of 2**14: what then underflows in float16 is under 2**-28 of it.
     """
     OP: tl.constexpr = keys_of(S)
     raw = ()
@@ -50,12 +50,12 @@ def load_rows(base, ok, S: tl.constexpr):
         if OP.rescaled:
             x = x.to(tl.float32) / factor[:, None]
             if OP.biased and half_of(OP, i % OP.parts) == 1:
-                x = x * (1.0 / 16.0)  # for keys that are 16 times as large
+                x = x * (1.0 / 16.0)  # for high nibbles, which are 16 times as large
         x = x.to(work_type(OP))
         if S.negate:
             x = -x
         chunks = chunks + (x,)
-    if OP.rest > 0:  # in the unit of the others, exactly: it is a power of two
+    if OP.rest > 0:  # in the unit of the other chunks; exact, as it is a power of two
         d = tl.arange(0, rest_width(OP))
         inside = ok[:, None] & (d < OP.rest)[None, :]
         x = tl.load(base[:, None] + OP.columns * OP.unit + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -71,7 +71,7 @@ def load_rows(base, ok, S: tl.constexpr):
 
 @triton.jit
 def key_bias(q, S: tl.constexpr):
-    """What the sums of biased keys start from, for each scale group [BM]: minus 8 times the sum of q."""
+    """Initial accumulators for biased keys, one [BM] for each scale group: minus 8 times the sum of q."""
     OP: tl.constexpr = keys_of(S)
     BM: tl.constexpr = S.BM
     biases = ()

@@ -1,4 +1,4 @@
-"""How quantised caches are read in decode: by flipped products, whose columns are few rows of q."""
+"""Quantised caches in decode: flipped (transposed) products, whose columns are the few rows of q."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_queries(problem: Problem) -> int:
 
 
 def hides(problem: Problem) -> bool:
-    """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
+    """Whether cells of a tile may be hidden: values under them must not affect a row, not even NaN."""
     return (
         problem.mask is not None
         or problem.tree
@@ -30,7 +30,7 @@ def hides(problem: Problem) -> bool:
 
 
 def is_f16_quantised(problem: Problem) -> bool:
-    """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
+    """Whether K and V are quantised and multiplied in float16, with scales applied outside of the products."""
     p = problem
     k = operand(p, p.head_dim, p.k_format, True, 16)
     v = operand(p, p.value_dim, p.v_format, False, 16)
@@ -43,14 +43,14 @@ def is_packed(problem: Problem) -> bool:
 
 
 def has_wide_bytes(problem: Problem) -> bool:
-    """Whether rows of K or V are bytes of more than 256 columns: beside 64 rows of q they leave no registers."""
+    """Whether K and V are quantised to bytes and wider than 256 columns: with 64 rows of q no registers are left."""
     p = problem
     return is_f16_quantised(p) and p.k_format.packing == p.v_format.packing == 1 and max(p.head_dim, p.value_dim) > 256
 
 
 def flips(problem: Problem) -> bool:
-    """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
-    values from rows that do not see them is not written for it.
+    """Whether products are flipped: keys are their rows, and up to 8 rows of q the columns. Only if no key is hidden:
+    flipped products have no non-finite fix-up.
     """
     p = problem
     wide = max(p.head_dim, p.value_dim)
@@ -59,8 +59,8 @@ def flips(problem: Problem) -> bool:
 
 
 def pieces(problem: Problem) -> int:
-    """Scale groups of a row where they cut its bytes into pieces, and K's and V's do so alike; else 1. The halves of
-    int4 bytes are half a row apart, so that two groups have the same bytes.
+    """Scale groups of a row if they divide its bytes into pieces, the same for K and V; else 1. The nibbles of an int4
+    byte are half a row apart, so that two groups share the same bytes.
     """
     p = problem
     if not p.k_format.is_quantised or p.k_format != p.v_format or p.head_dim != p.value_dim:
@@ -71,7 +71,7 @@ def pieces(problem: Problem) -> int:
 
 
 def flipped_columns(problem: Problem) -> int:
-    """Columns of flipped products: 8, or 16 where groups of 32 need as many, for pieces of 32 bytes are not read in
+    """Columns of flipped products: 8, or 16 where groups of 32 need as many, since pieces of 32 bytes are not read in
     pairs.
     """
     p = problem
@@ -80,9 +80,9 @@ def flipped_columns(problem: Problem) -> int:
 
 
 def row_groups(problem: Problem, c: Config) -> int:
-    """Scale groups that have columns of their own in flipped products, 1 for none (`scale_groups.py`).
+    """Scale groups with their own columns in flipped products, 1 for none (`scale_groups.py`).
 
-    Not where rows are not cut, as int4 in groups of 64.
+    Not where groups do not divide the bytes of a row, as int4 in groups of 64.
     """
     p = problem
     groups = pieces(p)

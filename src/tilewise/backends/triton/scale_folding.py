@@ -1,10 +1,10 @@
-"""Scales of quantised values, multiplied into the weights: fewer numbers than the values.
+"""Scale folding: scales of quantised values are multiplied into the weights, which are fewer than the values.
 
-Weights are float16 then, and a scale may be any float32. So acc is kept in units of `power`, a power of two that
-follows the largest scale so far: weights are at most 8192 of those, and what falls below float16's normal numbers is
-under 2**-27 of that. Exact but for that: units are powers of two.
+The folded weights are float16, and a scale may be any float32. So acc is kept in units of `power`, a power of two that
+follows the largest scale so far: weights are at most 8192 units, and what underflows float16's normal range is under
+2**-27 of that. Otherwise it is exact, since units are powers of two.
 
-Only where no key is hidden, for a hidden key's scale must not touch a row (`Spec.folded`).
+Only where no key is hidden: a hidden key's scale must not affect a row (`Spec.folded`).
 """
 
 import triton.language as tl
@@ -31,9 +31,9 @@ def larger(a, b, c, d):
 
 @triton.jit
 def row_maxima(s, size, BM: tl.constexpr, BK: tl.constexpr):
-    """The largest of each row of `s` and of `size` [1 or BM, BK], both [BM]: one reduction, whose barriers are shared.
+    """Row maxima of `s` and of `size` [1 or BM, BK], both [BM], by one reduction, which shares its barriers.
 
-    The interpreter would take a second for each.
+    Not in the interpreter, which would take a second for each.
     """
     if is_interpreted():
         row_max = tl.max(s, 1)
@@ -45,9 +45,7 @@ def row_maxima(s, size, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def value_scale(VS, rows, ok, group: tl.constexpr, of_keys, S: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of one group of a tile's values, [1, BK]; [BM, BK] where groups have rows of their own. V in K has
-    those of K.
-    """
+    """The scales of one group of a tile's values, [1, BK]; [BM, BK] with row groups. V in K has those of K."""
     if S.v_in_k:
         scale = of_keys[group]
     elif S.row_groups > 1:
@@ -59,7 +57,7 @@ def value_scale(VS, rows, ok, group: tl.constexpr, of_keys, S: tl.constexpr, MAS
 
 @triton.jit
 def value_scales(VS, rows, ok, of_keys, S: tl.constexpr, MASKED: tl.constexpr):
-    """Those of all groups, and the largest of each row."""
+    """The scales of all groups, and the largest magnitude of each row of V."""
     scales = ()
     for g in tl.static_range(groups_of(values_of(S))):
         scale = value_scale(VS, rows, ok, g, of_keys, S, MASKED)
@@ -73,8 +71,8 @@ def value_scales(VS, rows, ok, of_keys, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def raised_unit(power, size):
-    """The new unit of acc where `power` was the old one: a 4096th of `size` or more. Also its inverse, and what acc is
-    to be multiplied by. All [BM].
+    """The new unit of acc, from the old one `power`: a 4096th of `size` or more. Also its inverse, and the rescale
+    factor of acc. All [BM].
     """
     new = tl.maximum(power, power_of_two(tl.maximum(size, LEAST_SCALE)) * (1.0 / 4096))
     inverse = inverse_power(new)

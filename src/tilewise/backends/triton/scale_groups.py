@@ -1,11 +1,11 @@
-"""Scale groups of a row beside one another: each has a row of q of its own, and their products are added up.
+"""Row groups: each scale group has its own row of q, so that rows of K and V are read whole.
 
-Cut where its groups end, a row of K or V is read in pieces: twice as many requests to L2 of half the bytes (h200 24,
+Split at its scale groups, a row of K or V is read in pieces: twice as many requests to L2 of half the bytes (h200 24,
 row_groups). Flipped products have 8 columns or 16, and a KV head often has only 4 queries. So row `r` of a tile stands
-for query `r // G` in group `r % G`: of q it holds that group alone and zeros elsewhere, so that one product over whole
-rows gives the dot products of all groups. They are multiplied by their scales and added up, G neighbours that one
-thread holds. The softmax is then the same in all G rows; in p v each has its own group's scales in the weights, and of
-its output that group's columns count.
+for query `r // G` and group `r % G`: it holds that group of q and zeros elsewhere, so that one product over whole rows
+gives the dot products of all groups. These are multiplied by their scales and summed over G neighbouring rows, which
+one thread holds. The softmax is then the same in all G rows. In P V each row's weights carry its own group's scales,
+and only that group's columns of its output count.
 """
 
 import triton.language as tl
@@ -17,7 +17,7 @@ from .kv_load import row_groups_of, start_of, unit_of, width_of
 
 @triton.jit
 def own_group(BM: tl.constexpr, i: tl.constexpr, part: tl.constexpr, OP: tl.constexpr):
-    """Which elements of a chunk are of the scale group that a row stands for: [BM, W]."""
+    """Which elements of a chunk are in each row's own scale group: [BM, W]."""
     column = start_of(OP, i, part) + tl.arange(0, width_of(OP, i)) * unit_of(OP)
     return column[None, :] // OP.group == (tl.arange(0, BM) % OP.row_groups)[:, None]
 
@@ -38,6 +38,6 @@ def group_scales(base, rows, ok, BM: tl.constexpr, OP: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def group_sums(x, BM: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
-    """The sum over the rows that stand for one, in each of them: [BM, BK]."""
+    """Sums over the G rows of each query, broadcast back to them: [BM, BK]."""
     total = tl.sum(tl.reshape(x, [BM // G, G, BK]), 1)
     return tl.reshape(tl.broadcast_to(total[:, None, :], [BM // G, G, BK]), [BM, BK])

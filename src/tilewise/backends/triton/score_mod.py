@@ -1,4 +1,4 @@
-"""From dot products to logits, in natural units and float32, in the order that SPEC gives: scale, softcap, ALiBi, bias.
+"""From dot products to logits, in natural units and float32, in the order of semantics.md: scale, softcap, ALiBi, bias.
 
 Nothing here may depend on whether a tile is masked: a tile that a map calls full must give the same bits as the same
 tile read through a mask of zeros. Kernels are compiled without fused multiply-adds for this reason.
@@ -34,7 +34,7 @@ def tanh(x, EXACT: tl.constexpr):
 def logits(
     s, scale, softcap, qpos, kpos, slope, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr
 ):  # fmt: skip
-    """`s` [BM, BK] of dot products to logits; `qpos`, `slope` [BM, 1], `kpos` [1, BK]."""
+    """Dot products `s` [BM, BK] to logits; `qpos`, `slope` [BM, 1], `kpos` [1, BK]."""
     s = s * scale
     if SOFTCAP:
         s = softcap * tanh(s / softcap, EXACT)
@@ -45,7 +45,7 @@ def logits(
 
 @triton.jit
 def rank_one(n, ok, added, S: tl.constexpr):
-    """The biases of a tile's rows and of keys `n` [BK]: a sum [BM, BK], or one of them [BM, 1], [1, BK]."""
+    """Biases of a tile's rows and of keys `n` [BK]: their sum [BM, BK], or one alone, [BM, 1] or [1, BK]."""
     own, at, row_ok, stride = added
     if S.k_bias:
         if S.pack == 1:

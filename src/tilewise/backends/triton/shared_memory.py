@@ -1,12 +1,12 @@
-"""What a launch takes of a processor: shared memory, at most, and registers.
+"""Resources of a launch: an upper bound on shared memory, and registers.
 
-The bound is calibrated against Triton 3.6, which allocates it without a GPU (`benchmarks/h200/fits.py`):
+The bound is calibrated against Triton 3.6, which allocates without a GPU (`benchmarks/h200/fits.py`):
 
     q        all of a tile's rows, in the type of the products with K
-    buffers  K, V, their scales and pages, once for each stage; of plain 16-bit numbers that are not multiplied by
-             Hopper's own products, one less, for the last one is on its way to registers
-    operands K and V of one step where products take another type than memory holds, and the weights
-    scratch  what reductions and changes of layout pass between warps
+    buffers  K, V, their scales and pages, once for each stage; one less for plain 16-bit operands without wgmma,
+             since the last stage is being loaded to registers
+    operands K and V of one step where they are converted for the products, and the weights
+    scratch  of reductions and layout conversions, which pass data between warps
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...core.problem import Problem
 from ..gpu.target import Target
 from .spec import Config, Operand, Spec
 
-SCRATCH = 1024  # and so many bytes for each warp:
+SCRATCH = 1024  # bytes, and for each warp:
 WARP_SCRATCH = 256
 
 
@@ -34,18 +34,18 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     bytes_of_stage += 0 if s.v_in_k else _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
     bytes_of_stage += 4 * c.BK if s.chosen else 0  # indices
-    if target.amd:  # an operand passes through it to registers; one stage stays there
+    if target.amd:  # operands pass through shared memory to registers; one stage stays in registers
         passing = max(*widest, weights) if c.stages == 1 or not plain else weights
         first = c.BM * max(k.widths) * _size(k)
         last = c.BM * max(v.widths) * (4 if s.round == "f32" else 2)
         return max((c.stages - 1) * bytes_of_stage + passing, first, last) + scratch
-    own_products = target.warpgroup_mma and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
+    own_products = target.warpgroup_mma and c.BM >= 64  # MMA of Hopper and Blackwell, which reads shared memory
     if plain and own_products:
         loop = q + c.stages * bytes_of_stage + scratch
     elif plain:
         loop = q + (c.stages - 1) * bytes_of_stage + weights + scratch
     else:
-        q_chunk = c.BM * max(k.widths) * _size(k)  # on its way to the layout of the products
+        q_chunk = c.BM * max(k.widths) * _size(k)  # being converted to the MMA layout
         loop = q + q_chunk + c.stages * bytes_of_stage + weights + step[0] + widest[1] + scratch
     return max(loop if c.stages > 1 else 0, one_stage if c.stages == 1 or s.guard == "flag" else 0, epilogue)
 
@@ -57,12 +57,12 @@ def registers(c: Config, s: Spec, target: Target) -> int:
 
 
 def spills(c: Config, s: Spec, target: Target) -> bool:
-    """Whether these leave too little room for the rest of a step."""
+    """Whether these leave too few registers for the rest of a step."""
     return registers(c, s, target) > target.most_registers("f32" in (s.keys.work, s.values.work))
 
 
 def _size(op: Operand) -> int:
-    """Bytes of an operand of products."""
+    """Bytes of an element as an MMA operand."""
     return 4 if op.work == "f32" else 2
 
 
@@ -72,8 +72,8 @@ def _elements(op: Operand) -> int:
 
 
 def _loaded(op: Operand, c: Config, itemsize: int) -> int:
-    """Bytes of a tile as memory holds it, with its scales: for each row and group or, where chunks cross groups, for
-    each element.
+    """Bytes of a tile as stored, with its scales: for each row and group or, where chunks span groups, for each
+    element.
     """
     rows = c.BK * sum(op.widths) * (itemsize if op.kind == "plain" else op.unit)
     if op.kind == "plain":

@@ -1,4 +1,4 @@
-"""Into how many splits the keys of a decode call are cut, and who combines them."""
+"""Split-KV: the number of splits of a decode call, and who combines them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .spec import Config
 
 SHORT_CALL = 64 << 20  # bytes of K and V that are read while a call is being launched
 MOST_SPLITS = 128
-COMBINE_BYTES = 256 << 10  # partial results that the last program of a row combines
+COMBINE_BYTES = 256 << 10  # most bytes of partials that a last-arriver combines
 
 
 def split_count(programs: int, tiles: int, places: int, limit: int = MOST_SPLITS) -> int:
-    """Splits of the keys: whole rounds of programs over the places where they run, as few as fill 95 of 100 places.
+    """Number of splits: the fewest whose waves of programs are 95% full. `places`: programs that run at once.
 
     No split is shorter than four tiles.
     """
@@ -31,9 +31,8 @@ def split_count(programs: int, tiles: int, places: int, limit: int = MOST_SPLITS
 
 
 def combines_inside(problem: Problem, c: Config) -> bool:
-    """Whether the last program of a row combines its splits: that saves a launch, which counts where calls are short.
-    Else a launch of its own does, and in a CUDA graph, where launches are cheap, always. The results
-    are the same to the bit.
+    """Whether the last-arriver combines the splits of a row: that saves a launch, which matters for short calls. Else a
+    separate launch does; in a CUDA graph, where launches are cheap, always. The results are the same to the bit.
     """
     p = problem
     rows = min(c.BM, c.pack * own_queries(p))

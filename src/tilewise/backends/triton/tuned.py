@@ -1,4 +1,4 @@
-"""Tiles that `tilewise tune` found to be the fastest on a device, kept in a JSON file, by the shape of the work.
+"""Tiles that `tilewise tune` found to be the fastest on a device, kept in a JSON file, by problem shape.
 
 The file is read once, when a GPU call is first planned. Without it, or for shapes that it does not hold,
 `config.py` decides alone.
@@ -34,7 +34,7 @@ def path() -> Path:
 
 
 def key_of(problem: Problem, target: Target) -> str:
-    """What a tile is kept by: the device, and all that the time of a tile depends on; not how many there are."""
+    """The key of a tuned tile: the device, and all that a tile's time depends on, but not the number of tiles."""
     p = problem
     what = "decode" if config.is_decode(p) else "prefill"
     words = [target.name, what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
@@ -82,7 +82,7 @@ def candidates(problem: Problem, target: Target) -> list[Config]:
 
 
 def read(file: Path) -> dict[str, Config]:
-    """The tiles in a file; what is not one is left out, with a warning."""
+    """The tiles in a file; invalid entries are skipped, with a warning."""
     if not file.exists():
         return {}
     try:
@@ -115,7 +115,7 @@ def kept() -> dict[str, Config]:
 
 
 def config_of(problem: Problem, target: Target, table: Table | None = None) -> Config:
-    """The launch of a problem: by a kept tile if there is one, else by `config.py`."""
+    """The launch shape of a problem: from a tuned tile if there is one, else from `config.py`."""
     tile = (kept() if table is None else table).get(key_of(problem, target))
     if tile is not None and config.is_decode(problem):
         tile = replace(tile, pack=pack_of(problem.group, tile.BM))

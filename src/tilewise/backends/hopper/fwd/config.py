@@ -1,6 +1,6 @@
-"""How a problem is cut for Hopper's prefill kernel. Plain functions of a `Problem`.
+"""Launch heuristics of Hopper's prefill kernel. Plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, h200 25, by the names of these functions.
+Their measurements are in benchmarks/h200/LOG.md, h200 25, under the names of these functions.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Config:
     consumers: int
     k_stages: int
     v_stages: int
-    share: int = 8  # programs that are to work on the same keys at a time
-    lends: bool = False  # q lends the output its memory
+    share: int = 8  # programs that should read the same keys at a time
+    lends: bool = False  # the output reuses shared memory of q
     out_columns: int = 0  # 0: all
     q_stages: int = 2
     overlaps: bool = True
     late_wait: bool = False
-    per_processor: int = 1  # programs
+    per_processor: int = 1  # programs per SM
     consumer_regs: int = 240
     producer_regs: int = 24
 
 
-FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
-MANY_ROUNDS = 64  # work tiles of a program after which its last one counts for little
-SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
-SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
+FEW_QUERIES = 16  # up to so many queries a call is decode, which is memory-bound
+MANY_ROUNDS = 64  # work tiles of a program after which the last one matters little
+SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config_of`
+SHORT_CAUSAL = 4096  # keys up to which two programs per SM are faster there
 LITTLE = 1.5e10  # operations; see `slower`
-LEAST_SCALE = 1e-30  # a scale of 0 in float32 would let no first maximum be taken
+LEAST_SCALE = 1e-30  # a scale of 0 in float32 would never replace the initial running max
 WIDE_RANGE = (torch.bfloat16,)  # types with the range of float32
 
 
@@ -86,7 +86,7 @@ def slower(problem: Problem) -> str | None:
 
 
 def operations(problem: Problem) -> float:
-    """About how many there are, by the longest sequence."""
+    """Approximate FLOPs, by the longest sequence."""
     p = problem
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     keys = p.rules.keys_per_query(p.q_len, p.kv_len)
@@ -108,21 +108,21 @@ def notes(problem: Problem, c: Config) -> tuple[str, ...]:
 
 
 def chunk_widths(columns: int) -> tuple[int, int]:
-    """(width, count) of the chunks that cover the head dim: one where a power of two does, up to 256."""
+    """(width, count) of the chunks that cover the head dim: one chunk where a power of two up to 256 does."""
     if columns <= 256 and not 128 < columns <= 192:
         return max(64, ceil_pow2(columns)), 1
     return 64, -(-columns // 64)
 
 
 def value_tiling(problem: Problem) -> tuple[int, int]:
-    """(width, count) of the tiles of the value dim; over wide heads they wait in chunks of 128 (see `config`)."""
+    """(width, count) of the tiles of the value dim; over wide heads they wait in chunks of 128 (see `config_of`)."""
     least = 64 if problem.head_dim <= 256 else 128
     width = min(256, max(least, ceil_pow2(problem.value_dim)))
     return width, -(-problem.value_dim // width)
 
 
 def config_of(problem: Problem) -> Config:
-    """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
+    """The fastest launch shape measured that fits shared memory (227 KiB) and registers."""
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_tiling(problem)
     # Tiles of a mask have a power of two of rows.
@@ -143,34 +143,36 @@ def config_of(problem: Problem) -> Config:
 
 
 def only_causal(problem: Problem) -> bool:
-    """Causal, and nothing else that would take registers."""
+    """Whether the call is causal, without other options that would take registers."""
     p = problem
     others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
     return p.rules.relative() == MaskRules(causal=True) and not others and p.selection is None
 
 
 def uneven(problem: Problem) -> bool:
-    """Whether some tiles of rows have more keys than others."""
+    """Whether some work tiles have more keys than others."""
     p = problem
     chosen = p.mask is not None or p.selection is not None
     return p.rules.by_position or p.packed_q or p.rules.kv_lengths or chosen
 
 
 def prefetches_tile(problem: Problem, c: Config, rounds: float) -> bool:
-    """Whether a program fetches its next work tile before it loads the keys of this one, not after; of `rounds` each.
+    """Whether a program fetches its next work tile before it loads the keys of this one, not after; `rounds`: work
+    tiles per program.
 
-    What a program has fetched waits for it at the end, while others are idle; what it fetches later comes later.
+    At the end, a work tile fetched early waits for its program while others are idle; one fetched late starts late.
 
-    A consumer receives the next work tile before it passes over keys that only the rows of others see. If those are
+    A consumer receives the next work tile before it skips keys that only other consumers' rows see. If those are
     loaded first, there must be room for them: one tile to the left of a window, but any number between chunks.
     """
     return rounds > MANY_ROUNDS or problem.rules.flags.jumps or c.v_stages < 2
 
 
 def swizzle(problem: Problem, c: Config, programs: int) -> int:
-    """Planes whose tiles are mixed, the longest first, if some have more to do.
+    """Planes (batch row, head) of an L2 swizzle group, whose tiles are interleaved, the longest first; 1 for packed
+    queries, and where all tiles are equally long.
 
-    Few enough that several programs read the same keys at about the same time: then most reads come from the L2 cache.
+    Few enough that several programs read the same keys at about the same time, so that most reads hit L2.
     """
     p = problem
     if p.packed_q or not uneven(p):
@@ -180,14 +182,15 @@ def swizzle(problem: Problem, c: Config, programs: int) -> int:
 
 
 def hides_memory(problem: Problem) -> bool:
-    """Whether something that is hidden may be NaN. Past the end of a dense tensor TMA reads zeros."""
+    """Whether hidden keys or values may be NaN. Past the end of a dense tensor TMA reads zeros."""
     p = problem
     return p.mask is not None or p.rules.by_position or p.has_lengths or p.selection is not None
 
 
 def max_free(problem: Problem) -> bool:
-    """Whether tiles that every row sees need no maximum of their own (see softmax.py): weights have float32's range,
-    and rows see a key in a tile before. Where nothing is hidden, there must be enough to do for the fix-up's launch.
+    """Whether the softmax is max-free in tiles without hidden cells (see softmax.py): weights have float32's range, and
+    rows have seen a key in an earlier tile. Where nothing is hidden, the call must be long enough to pay for the launch
+    of the fix-up.
     """
     p = problem
     listed = p.mask is not None or p.selection is not None
@@ -195,7 +198,7 @@ def max_free(problem: Problem) -> bool:
 
 
 def spec(problem: Problem, c: Config) -> Spec:
-    """What the kernel is compiled for; `prefetch_tile` is for the launch to say."""
+    """What the kernel is compiled for; `prefetch_tile` is set by the launch."""
     p = problem
     width, chunks = chunk_widths(p.head_dim)
     DV, value_tiles = value_tiling(p)

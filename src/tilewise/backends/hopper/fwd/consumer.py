@@ -1,19 +1,19 @@
-"""A consumer: one warpgroup with 64 query rows, which multiplies, and takes the softmax while products are under way.
+"""A consumer: one warpgroup with 64 query rows, which overlaps its softmax with its own products.
 
     first tile    S = Q K'; P = softmax S
-    each other    start S = Q K'; rescale O, if a maximum was replaced; start O += P V of the tile before; wait for S;
-                  P' = softmax S; wait for O
+    each other    start S = Q K'; rescale O, if a running max was replaced; start O += P V of the tile before; wait for
+                  S; P' = softmax S; wait for O
     masked ones   rescale O; O += P V of the tile before; S = Q K'; P' = softmax S
     at the end    O += P V; S of the next work tile's first keys; O / l to global memory
 
-so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
-each other. Where registers are short (masked tiles; all tiles, if `overlaps` is off) one product comes after the other
-and other warpgroups alone keep the tensor cores busy.
+So the tensor cores run P V while this warpgroup takes exponentials, and the consumers overlap each other. Where
+registers are short (masked tiles; all tiles, if `overlaps` is off) the two products run one after the other, and only
+other warpgroups keep the tensor cores busy.
 
-Tiles of keys come from the right: first those that rules may hide in part, then those that every row sees, then (in
-windows) again hidden ones; each kind has a loop of its own. Tiles of the rows' tile that this consumer's rows do not
-see are passed over. A mask has one loop, with a branch on tiles that are not seen whole; of chosen blocks a list is as
-a range with gaps.
+Key tiles are visited from right to left: first those that rules may hide in part, then those that every row sees, then
+(with windows) again hidden ones; each kind has its own loop. Key tiles of the work tile that this consumer's rows do
+not see are skipped. A mask has one loop, with a branch for mixed tiles; a list of selected blocks is treated as a range
+with gaps.
 """
 
 from triton.experimental import gluon
@@ -39,7 +39,7 @@ def rows_of(a, w, C):
     qpos = query_position(w.offset, row, numbers, a.S)
     lo, hi = key_span(qpos, w.n_keys, numbers, a.S)
     if a.S.blocks:
-        hi = gl.where(tile_list(a, w).entries > 0, hi, 0)  # else the one tile is none that was chosen
+        hi = gl.where(tile_list(a, w).entries > 0, hi, 0)  # else the one tile was not selected
     slope = None
     if a.S.alibi:
         slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
@@ -93,8 +93,8 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
 
 @gluon.jit
 def own_tiles(a, w, tiles, begin, C):
-    """This consumer's key tiles of the work tile, by number of use: where they begin and end, and between these where
-    they are seen whole. Other consumers' rows may see more; tiles beyond one's own are passed over.
+    """This consumer's key tiles of the work tile, counted in ring uses: `start, right, left, end`. Every row sees every
+    key of tiles `right .. left`. Other consumers' rows may see more tiles than `start .. end`; those are skipped.
     """
     rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
     first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys, numbers_of(a, w))
@@ -109,7 +109,7 @@ def own_tiles(a, w, tiles, begin, C):
             left = end
         right = gl.minimum(right, left)
     elif a.S.blocks:
-        # A list has no mixed tiles: rules hide some at its ends, as of a range. What only others see is computed too.
+        # A list has no mixed tiles: rules hide cells at its ends, as in a range. What only others see is computed too.
         start = begin
         end = begin + tiles.count
         right = gl.minimum(gl.maximum(begin + after(a, w, tiles, outer), start + 1), end)
@@ -119,14 +119,14 @@ def own_tiles(a, w, tiles, begin, C):
     else:
         start = begin
         end = begin + tiles.count
-        right = inner  # tiles of keys, not uses: the loop over a list compares with them
+        right = inner  # key tiles, not uses: the loop over a list compares with them
         left = outer
     return start, right, left, end
 
 
 @gluon.jit
 def pass_keys(a, keys, begin, end):
-    """Tiles begin .. end, which no row of this consumer sees."""
+    """Releases key tiles begin .. end unused: no row of this consumer sees them."""
     CHUNKS: gl.constexpr = a.S.chunks
     for n in range(begin, end):
         for i in gl.static_range(CHUNKS):
@@ -152,7 +152,7 @@ def pass_over(a, keys, values, begin, end):
 
 @gluon.jit
 def last_tile(a, keys, values, end, next_begin, p, o):
-    """P V of a work tile's last keys with nothing beside it; then key tiles up to the next are passed over."""
+    """P V of a work tile's last keys, not overlapped; then skips key tiles up to those of the next work tile."""
     o = last_output(a, values, end - 1, p, o)
     pass_over(a, keys, values, end, next_begin)
     return o
@@ -179,7 +179,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
         p, o, m, l = other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C)
         queries.release(i, C, 0)
 
-        # The first scores of the next work tile are computed before this one's output leaves.
+        # The first scores of the next work tile are computed before this one's epilogue.
         next_coord = scheduler.receive(a, i + 1)
         more = next_coord.index < total
         next_begin = begin + tiles.count
@@ -197,7 +197,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
         if a.S.lent > 0:
             o = last_tile(a, keys, values, end, next_begin, p, o)
         else:
-            # Few tiles may be passed over on the way: for more, the producer needs the stage that P V reads.
+            # Only few tiles can be skipped before P V: for more, the producer needs the stage that P V reads.
             joined = more & (start - end < a.S.v_stages)
             apart = more & (joined == 0)
             if joined:

@@ -1,4 +1,4 @@
-"""From O in registers to the output in global memory."""
+"""Epilogue: from O in registers to the output in global memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,16 +16,16 @@ def nonfinite_rows(o, rows):
 
 @gluon.jit
 def flag_nonfinite(a, o, rows, index, C: gl.constexpr):
-    """Flags the tile if an element is not finite: a hidden value, or overflow, may have done that.
+    """Flags the tile for the non-finite fix-up if an element is not finite, by a hidden value or by overflow.
 
-    Rows that have one set the flag; it is zero before a call, so nothing is gathered from other rows.
+    Any row with one sets the flag, which is zero before a call: no reduction over rows is needed.
     """
     gl.store(a.FLAGS + index * a.S.consumers + C + rows.row * 0, 1, mask=nonfinite_rows(o, rows))
 
 
 @gluon.jit
 def store(a, w, o, lse, rows, outs, C):
-    """O, by way of shared memory, all columns or a half or a quarter of them at a time; and the logarithms of sums."""
+    """Stores O through shared memory, all columns or a half or a quarter of them at a time; and the lse."""
     DV: gl.constexpr = a.S.DV
     COLUMNS: gl.constexpr = a.S.out_columns
     if COLUMNS == DV:
@@ -55,19 +55,19 @@ def store_lse(a, w, lse, rows):
 
 @gluon.jit
 def send(a, w, o, outs, C, PART: gl.constexpr):
-    """Columns of O, number PART of as many, by way of shared memory."""
+    """Stores the columns of O with number PART, through shared memory."""
     COLUMNS: gl.constexpr = a.S.out_columns
     column = w.value_tile * a.S.DV + PART * COLUMNS
     if a.S.lent == 0:
         tile = outs.index(C)
-        tma.store_wait(0)  # what was there before has left
+        tma.store_wait(0)  # until the store before has read the buffer
         gl.thread_barrier()
     else:
         tile = outs.index(C * a.S.chunks + PART)
     flat = tile.reshape([64, COLUMNS])
     flat.store(o.to(a.q.dtype))
     if a.S.packed_q:
-        # A tile may reach into the rows of the next sequence, which TMA would write over.
+        # A tile may reach into the rows of the next sequence, which TMA would overwrite.
         store_rows(a, w, flat.load(wide_layout(COLUMNS)), column, C, COLUMNS, wide_layout(COLUMNS))
     else:
         fence_async_shared()
@@ -76,7 +76,7 @@ def send(a, w, o, outs, C, PART: gl.constexpr):
 
 @gluon.jit
 def store_rows(a, w, o, column, C, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Those rows of O that there are, from registers."""
+    """Stores the rows of O that exist, from registers."""
     row = w.top + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     at = w.row_b.to(gl.int64) * a.o_b + w.head.to(gl.int64) * a.o_h + (w.q_start + row).to(gl.int64) * a.o_l

@@ -1,8 +1,8 @@
-"""Prefill on Hopper: a producer warp and two or three consumer warpgroups, each program doing tile after tile.
+"""Prefill on Hopper: persistent programs of a producer warp and two or three consumer warpgroups.
 
     HBM/L2 --TMA--> rings of K and V tiles in shared memory --wgmma--> S, P, O in registers --TMA--> HBM
 
-The pieces: tile_scheduler.py (which tile next), producer.py, consumer.py, pipeline.py (what lies between those two),
+Files: tile_scheduler.py (which work tile next), producer.py, consumer.py, pipeline.py (the rings between those two),
 softmax.py (from S to P).
 """
 

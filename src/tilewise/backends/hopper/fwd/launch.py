@@ -26,14 +26,14 @@ from . import config
 from .config import Config
 from .kernel import fwd_kernel
 
-FIXUP_COLUMNS = 128  # of the output that the fix-up computes at a time; more would not fit the registers of a warpgroup
+FIXUP_COLUMNS = 128  # output columns that the fix-up computes at a time; more would not fit a warpgroup's registers
 ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
-FLAGS_AT = 4  # where flags of non-finite tiles begin, behind the counter: at a multiple of 16 bytes
+FLAGS_AT = 4  # offset of the non-finite flags of tiles, after the counter: aligned to 16 bytes
 SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 
 
 class Launches(NamedTuple):
-    """What a call like an earlier one launches."""
+    """The compiled launches that later calls with the same strides repeat."""
 
     ordering: Ready | None
     prefill: Ready
@@ -43,7 +43,7 @@ class Launches(NamedTuple):
 
 
 class Launcher(ByAddress):
-    """All that a plan's calls have in common."""
+    """The launches of a plan: what all its calls share."""
 
     SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
@@ -56,24 +56,24 @@ class Launcher(ByAddress):
         p = self.problem = plan.problem
         s = config.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
-        self.work_tiles = tiles * p.heads * s.value_tiles  # of packed sequences the most that there can be
+        self.work_tiles = tiles * p.heads * s.value_tiles  # an upper bound for packed sequences
         places = target.processors * c.per_processor
         self.programs = min(self.work_tiles, places)
-        # Where work tiles differ, programs take the next when they are ready.
+        # Where work tiles differ in length, they are scheduled dynamically.
         self.dynamic = self.programs < self.work_tiles and config.uneven(p)
         s = self.spec = replace(
             s, prefetch_tile=self.dynamic and config.prefetches_tile(p, c, self.work_tiles / self.programs)
         )
         self.fixup_programs = min(2 * target.processors, self.work_tiles * s.consumers)
-        # The counter of work tiles and the non-finite flags: zero before a call and, by the fix-up, after it.
+        # The work tile counter and the non-finite flags: zero before a call, and reset by the fix-up.
         flags = FLAGS_AT + self.work_tiles * s.consumers
         self.semaphores = Semaphores(flags, spare=max(1, min(SPARE, SPARE_BYTES // (4 * flags))))
-        # Programs that share a processor share its registers.
+        # Programs on one SM share its registers.
         limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
         self.order, self.fixup = Kernel(rank_sequences), Kernel(fwd_kernel)
         self.attention = Kernel(fwd_kernel, **(limit if c.per_processor > 1 else {}))
         self.lister = BlockLister(p, s.BM, s.BN) if s.blocks else Lister(p, s.BM, s.BN) if s.mask else None
-        # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
+        # Fields that only prefill uses have fixed values, so that fewer kernels are compiled.
         self.fixup_spec = replace(
             s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
             late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, prefetch_tile=False, fixup=True,
@@ -95,7 +95,7 @@ class Launcher(ByAddress):
         }
 
     def first(self, t: Tensors, key: Any) -> None:
-        """A call through Triton; with `key`, later ones like it are launched by address."""
+        """Launches through Triton; with `key`, later calls with this key are launched by address."""
         lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
         given = self.arguments(t, self.memory(t.q.device), lists)
         ordering = fixup = None
@@ -110,7 +110,7 @@ class Launcher(ByAddress):
             self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
 
     def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
-        """A call like an earlier one, with tensors at these addresses."""
+        """Launches by address."""
         at: Arguments = dict(zip(self.names, addresses, strict=True))
         ordering, attention, fixup, listing, maps = ready
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -156,7 +156,7 @@ class Launcher(ByAddress):
         return given | {"v": descriptor(t.v, s.BN, s.DV, s.dtype), "S": s}
 
     def memory(self, device: torch.device) -> Arguments:
-        """Memory of a call's own."""
+        """The workspaces of a call."""
         made: Arguments = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
         if self.spec.guard:
             semaphores = self.semaphores.take(device)
@@ -165,7 +165,7 @@ class Launcher(ByAddress):
         return made
 
     def ranks(self, device: torch.device) -> Arguments:
-        """What `rank_sequences` writes."""
+        """The outputs of `rank_sequences`."""
         if not self.spec.packed_q:
             return {}
         made = torch.empty(2, -(-(self.problem.batch + 2) // 4) * 4, dtype=torch.int32, device=device)
@@ -174,5 +174,5 @@ class Launcher(ByAddress):
 
 @ByPlan
 def launcher_of(plan: Plan) -> Launcher:
-    """The plan's launches."""
+    """The launcher of a plan."""
     return Launcher(plan, config.config_of(plan.problem), target_of(plan.problem.device))

@@ -1,4 +1,4 @@
-"""How the numbers of a tile lie in the registers of a warpgroup."""
+"""Register layouts of tiles in a warpgroup."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def score_layout(S):
-    """S [64, BN]: each row belongs to four threads."""
+    """S [64, BN]: each row is held by four threads."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BN, 16])
 
 
@@ -18,7 +18,7 @@ def out_layout(S):
 
 @gluon.constexpr_function
 def wide_layout(columns):
-    """Rows of `columns`, eight numbers to a thread."""
+    """Rows of `columns`, eight elements per thread."""
     lanes = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 

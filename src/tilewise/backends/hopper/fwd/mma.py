@@ -1,4 +1,4 @@
-"""Steps of a consumer: one tile of keys each, products and softmax side by side."""
+"""Steps of a consumer's mainloop: one key tile each, with products and softmax overlapped."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,9 @@ from .softmax import LATE, hide, logits, no_sums, weights
 
 @gluon.jit
 def start_scores(a, queries, keys, i_work, n, C: gl.constexpr, FIRST: gl.constexpr):
-    """Starts S = Q K' with tile n of the keys [64, BN]; of several chunks, all but the last are done and released.
+    """Starts S = Q K' [64, BN] of key tile n; of several chunks, all but the last are waited for and released.
 
-    Chunks of q that lend their memory come last: in a work tile's FIRST step they may still be on their way.
+    Chunks of q whose memory the output reuses come last: in a work tile's FIRST step they may still be in flight.
     """
     CHUNKS: gl.constexpr = a.S.chunks
     BN: gl.constexpr = a.S.BN
@@ -26,7 +26,7 @@ def start_scores(a, queries, keys, i_work, n, C: gl.constexpr, FIRST: gl.constex
         k = keys.tile(key_use(a, n, i)).permute((1, 0))  # [columns, BN]
         at = (i + a.S.lent) % CHUNKS
         if a.S.lent > 0:
-            at += n >> 31  # 0, which the compiler does not know: it would keep two registers for each product
+            at += n >> 31  # 0, unknown to the compiler, which would keep two registers for each product
         s = warpgroup_mma(queries.chunk(i_work, C, at), k, s, use_acc=i > 0, is_async=True)
         if i > 0:
             s = warpgroup_mma_wait(1, deps=(s,))
@@ -41,7 +41,7 @@ def release_scores(a, keys, n):
 
 @gluon.jit
 def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr, KEEPS: gl.constexpr):
-    """P of a tile with the new m and l and what O is multiplied by; m stays if that KEEPS it."""
+    """P of a tile, the new m and l, and alpha for O; KEEPS: m is not updated."""
     BN: gl.constexpr = a.S.BN
     LATER: gl.constexpr = None if KEEPS else LATE
     columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
@@ -58,7 +58,7 @@ def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr, KEEP
 
 @gluon.jit
 def as_operand(a, p, alpha):
-    """P as the left operand of P V, in pieces of as many keys as those of V have; and what O is multiplied by first."""
+    """P as the left operand of P V, in the same pieces of keys as V; and last the alpha by which O is rescaled."""
     p = p.to(a.q.dtype)
     if a.S.pieces == 1:
         found = (left_operand(a, p), alpha)
@@ -81,7 +81,7 @@ def left_operand(a, p):
 
 @gluon.jit
 def start_output(a, values, n, p, o):
-    """Starts O += P V of tile n; of several pieces, all but the last are done and released."""
+    """Starts O += P V of tile n; of several pieces, all but the last are waited for and released."""
     PIECES: gl.constexpr = a.S.pieces
     for j in gl.static_range(PIECES):
         values.wait_full(value_use(a, n, j))
@@ -94,9 +94,9 @@ def start_output(a, values, n, p, o):
 
 @gluon.constexpr_function
 def rescale_text(cells):
-    """PTX of a thread's cells times their rows' alpha, left out where all of a warp have 1.
+    """PTX that multiplies a thread's cells by their rows' alpha, skipped if alpha is 1 in the whole warp.
 
-    Cells 0 and 2 are of its two rows.
+    Cells 0 and 2 are in the thread's two rows.
     """
     one, alpha = "0f3F800000", 2 * cells
     lines = [f"{{ .reg .pred p; setp.neu.f32 p, ${alpha}, {one}; setp.neu.or.f32 p, ${alpha + 2}, {one}, p;"]
@@ -113,7 +113,7 @@ def rescale_operands(cells):
 
 @gluon.jit
 def rescaled(a, o, p):
-    """O [64, DV] times the alpha [64] that P brings along, which is 1 as a rule."""
+    """O [64, DV] times the alpha [64] that comes with P, which is usually 1."""
     CELLS: gl.constexpr = a.S.DV // 2
     TEXT: gl.constexpr = rescale_text(CELLS)
     OPERANDS: gl.constexpr = rescale_operands(CELLS)
@@ -128,14 +128,14 @@ def release_output(a, values, n):
 
 @gluon.jit
 def keep_maxima(a, o, p):
-    """O and P before tiles that leave m as it is: O is rescaled now, and not again."""
+    """O and P before max-free tiles, which keep m: O is rescaled now, and not again."""
     gl.static_assert(a.S.pieces == 1)
     return rescaled(a, o, p), (p[0], gl.full_like(p[1], 1.0))
 
 
 @gluon.jit
 def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
-    """The first keys of work tile i, when there is no P V to go with it."""
+    """The first key tile of work tile i, without a P V to overlap."""
     MASKED: gl.constexpr = 1 if a.S.masked else 0
     queries.wait_full(i, C, 0)
     keys.wait_full(key_use(a, n, 0))
@@ -149,7 +149,7 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
 
 @gluon.jit
 def last_output(a, values, n, p, o):
-    """P V of a work tile's last keys, with nothing beside it."""
+    """P V of a work tile's last keys, not overlapped."""
     o = start_output(a, values, n, p, rescaled(a, o, p))
     o = warpgroup_mma_wait(0, deps=(o,))
     release_output(a, values, n)
@@ -161,9 +161,9 @@ def step(
     a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
     C: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Tile n of the keys (number `tile` of work tile i) into the sums, and P V of tile `last`, the one before it.
+    """S and softmax of key tile n (number `tile` of work tile i), and P V of tile `last`, the one before it.
 
-    One after the other, P is gone before S comes, which leaves registers for the rules of a masked tile.
+    Without overlap, P is consumed before S is computed, which leaves registers for the rules of a masked tile.
     """
     OVERLAPS: gl.constexpr = a.S.overlaps and MASKED == 0
     KEEPS: gl.constexpr = a.S.max_free and MASKED == 0 and not FIRST
@@ -189,7 +189,7 @@ def step(
     p = as_operand(a, x, alpha)
     if OVERLAPS:
         if a.S.late_wait:
-            values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
+            values.wait_full(last)  # already full: a branch, above which the compiler moves no wait
         o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
         p = (whole, alpha)
         release_output(a, values, last)

@@ -1,15 +1,15 @@
-"""Recomputes tiles of rows whose output is not finite, so that neither hidden values nor overflow have caused it.
+"""Non-finite fix-up: recomputes flagged tiles, so that neither hidden values nor overflow make an output non-finite.
 
-P V also multiplies values under hidden cells, by zero: if such a value is NaN or infinite, so is the output. And
-max-free tiles may overflow: their weights, or these times large values. The consumers flag all such tiles
-(`flag_nonfinite`), and here they are computed again:
+P V also multiplies values under hidden cells, by zero: if such a value is NaN or infinite, so is the output. Max-free
+tiles may also overflow: their weights, or these times large values. The consumers flag all such tiles
+(`flag_nonfinite`), and here they are recomputed:
 
-1. with the same arithmetic in the same order, but with zeros for all values that are not finite, and with maxima in
-   max-free tiles, which replace m only where it was too small. What the values that are not finite add to the rows that
-   see them is counted by a product of its own. Rows that were right before get the same bits.
-2. if a row is still not finite: with its maximum so far in every tile, so that none of its weights is over 1.
+1. with the same arithmetic in the same order, but with zeros for all non-finite values, and with row maxima in max-free
+   tiles, which replace m only where it was too small. What non-finite values add to the rows that see them is counted
+   by a separate product. Rows that were right before get the same bits.
+2. if a row is still not finite: with its running max in every tile, so that none of its weights is over 1.
 
-One warpgroup does it all, step by step, in PIECES of the output's columns where they are many: this is rare.
+One warpgroup does it all, step by step, in pieces of the output's columns where they are many: this is rare.
 """
 
 from triton.experimental import gluon
@@ -27,7 +27,7 @@ from .tiles import tile_list
 
 @gluon.jit
 def bring(desc, at, tile, full, turn):
-    """A tile to shared memory, waited for; and how often `full` has been used."""
+    """Loads a tile to shared memory by TMA and waits for it; returns how often `full` has been used."""
     mbarrier.expect(full, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, at, full, tile)
     mbarrier.wait(full, turn & 1)
@@ -36,7 +36,7 @@ def bring(desc, at, tile, full, turn):
 
 @gluon.jit
 def nonfinite_codes(value):
-    """1 for what pushes a sum up, 256 for what pushes it down, both for NaN, 0 for finite numbers."""
+    """1 for +inf, 256 for -inf, both for NaN, 0 for finite numbers."""
     code = gl.where(value > 0, 1.0, gl.where(value < 0, 256.0, 257.0))
     return gl.where(value - value == 0, 0.0, code)
 
@@ -50,7 +50,7 @@ def is_nonfinite(v):
 
 @gluon.jit
 def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, v_s, code_s, full, turn):
-    """O [64, DV] and lse [64] of key tiles start .. end; `exact`: rows whose m is always their maximum so far."""
+    """O [64, DV] and lse [64] of key tiles start .. end; `exact`: rows whose m is always their running max."""
     BN: gl.constexpr = a.S.BN
     DV: gl.constexpr = a.S.DV
     CHUNKS: gl.constexpr = a.S.chunks
@@ -70,7 +70,7 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
         turn = bring(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
         values = v_s.reshape([BN, DV])
         odd = is_nonfinite(values.load(wide_layout(DV)))
-        if odd:  # not where max-free tiles overflowed
+        if odd:  # not where only max-free tiles overflowed
             v = values.load(wide_layout(DV))
             value = v.to(gl.float32)
             values.store(gl.where(value - value == 0, v, gl.zeros_like(v)))
@@ -99,7 +99,7 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
 
 @gluon.jit
 def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
-    """The rows of consumer c in a work tile, and one piece of their columns."""
+    """Recomputes one piece of the columns of consumer c's rows in a work tile."""
     DV: gl.constexpr = a.S.DV
     CHUNKS: gl.constexpr = a.S.chunks
     WIDTH: gl.constexpr = a.S.chunk_d
@@ -139,7 +139,8 @@ def fixup(a):
     if a.COUNTER is not None:
         if gl.program_id(0) == 0:
             gl.store(a.COUNTER, 0)  # for the next call
-    # A program takes every n-th flag, so that all share a run of them; many at a time, since as a rule none is set.
+    # A program takes every n-th flag, so that all share a run of flagged tiles; it reads many flags at a time, since
+    # usually none is set.
     RUN: gl.constexpr = 128
     units = tile_count(a) * a.S.consumers
     programs = gl.num_programs(0)

@@ -1,18 +1,18 @@
-"""How tiles travel from the producer to the consumers.
+"""The rings of shared memory between the producer and the consumers.
 
-A ring holds STAGES tiles. Use n of a ring lies in stage n % STAGES; counts run on from one work tile to the next.
+A ring holds STAGES tiles. Use n of a ring is in stage n % STAGES; counts continue from one work tile to the next.
 
     producer                                 each consumer
     wait until use n - STAGES is released    wait until use n is full
     expect the bytes, start the copy         multiply
-    (the copy itself says: full)             release use n
+    (the copy arrives at `full`)             release use n
 
 Where K and V share a ring (head dims over 256), its uses are the chunks of a tile of keys, then the pieces of that tile
 of values, then the next tile's: the order in which they are multiplied.
 
-"Full" is an mbarrier that counts the bytes which TMA brings, "released" one that every consumer arrives at; an mbarrier
-that goes round and round is told apart by its parity. Every use is released by every consumer, used or not.
-tests/backends/hopper/test_hopper_protocol.py plays this through in random order.
+`full` is an mbarrier that counts the bytes of TMA copies, `released` one that every consumer arrives at; the phases of
+an mbarrier are told apart by parity. Every use is released by every consumer, used or not.
+tests/backends/hopper/test_hopper_protocol.py simulates this in random order.
 """
 
 from triton.experimental import gluon
@@ -38,7 +38,7 @@ class Ring:
 
     @gluon.jit
     def fill(self, n, desc, at):
-        """The producer's: use n becomes the tile of `desc` at coordinates `at`."""
+        """Producer: loads the tile of `desc` at coordinates `at` as use n."""
         mbarrier.wait(self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
         full = self.full.index(n % self.STAGES)
         mbarrier.expect(full, desc.block_type.nbytes)
@@ -47,18 +47,18 @@ class Ring:
 
     @gluon.jit
     def wait_full(self, n):
-        """A consumer's."""
+        """Consumer: waits for use n."""
         mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
 
     @gluon.jit
     def release(self, n):
-        """A consumer's: it has done with use n."""
+        """Consumer: is done with use n."""
         mbarrier.arrive(self.released.index(n % self.STAGES), count=1)
 
 
 @gluon.jit
 def key_use(a, n, i):
-    """Which use of its ring chunk i of tile n of the keys is; pieces of values may come between tiles."""
+    """The ring use of chunk i of key tile n; pieces of values may come between tiles."""
     each = a.S.chunks
     if a.S.v_stages == 0:
         each += a.S.pieces
@@ -99,10 +99,10 @@ def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @struct
 class Queries:
-    """The query rows of STAGES work tiles: for each consumer its own tile in CHUNKS pieces, and its own barriers.
+    """The query rows of STAGES work tiles: for each consumer its own tile in CHUNKS chunks, and its own mbarriers.
 
-    Where LENT chunks, the first ones, lend their memory to the output, there are two parts with barriers of their own:
-    part 0 are the others, which are released before the last P V of a work tile, part 1 those lent.
+    Where the output reuses the memory of the first LENT chunks, there are two parts with their own mbarriers: part 0
+    are the other chunks, which are released before the last P V of a work tile, part 1 those lent.
     """
 
     tiles: gl.shared_memory_descriptor  # [STAGES * CONSUMERS * CHUNKS, 1, 1, 64, COLUMNS]
@@ -124,7 +124,7 @@ class Queries:
 
     @gluon.jit
     def fill_part(self, n, c: gl.constexpr, part: gl.constexpr, desc, b, head, row):
-        """The producer's: a part of consumer c's rows in work tile n, which begin at `row`."""
+        """Producer: loads a part of consumer c's rows in work tile n, which begin at `row`."""
         BEGIN: gl.constexpr = self.LENT if part == 0 else 0
         END: gl.constexpr = self.CHUNKS if part == 0 else self.LENT
         full = self.full.index(self.barrier(n, c, part))

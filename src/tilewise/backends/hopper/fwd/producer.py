@@ -10,7 +10,7 @@ from .tiles import tile_list
 
 @gluon.jit
 def fill_keys(a, w, keys, n, tile, BEGIN: gl.constexpr, END: gl.constexpr):
-    """Chunks of a tile of keys, in the order in which they are multiplied."""
+    """Loads chunks of a key tile, in the order in which they are multiplied."""
     for i in gl.static_range(BEGIN, END):
         column = (i + a.S.lent) % a.S.chunks * a.S.chunk_d
         keys.fill(key_use(a, n, i), a.k, [w.kv_b, w.head // a.group, w.kv_start + tile * a.S.BN, column])
@@ -33,10 +33,10 @@ def fill_queries(a, w, queries, n, part: gl.constexpr):
 
 @gluon.jit
 def fill_first(a, w, queries, keys, i, n, tile):
-    """Query rows and the first tile of keys.
+    """Loads query rows and the first key tile.
 
-    As many keys as have room come first: the queries wait until a stage of theirs is free, those of the part that is
-    lent to the output until that has left. In a ring that V shares, room is what the last tile's V leaves.
+    As many key chunks as have room come first: queries wait for a free stage, and the part that is lent to the output
+    until that is stored. In a ring shared with V, room is what the last tile's V leaves.
     """
     CHUNKS: gl.constexpr = a.S.chunks
     ROOM: gl.constexpr = min(CHUNKS, a.S.k_stages)

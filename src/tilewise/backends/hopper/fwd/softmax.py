@@ -1,14 +1,14 @@
 """One step of the online softmax, in registers.
 
     s  = logits of a tile of keys       [64, BN]
-    m' = rowmax s, if it is 2^8 times as large as m; else m
+    m' = rowmax s, if its exp is 2^8 times that of m; else m
     p  = exp(s - m')                    in base 2
     l  = l exp(m - m') + rowsum p       running sum, of each thread's own cells until the end
 
-A maximum that is replaced so late rescales O seldom, and p is at most 2^8. Max-free kernels go further: tiles that
-every row sees leave m as the tiles before them did, and look for no maximum. In bfloat16 p has the range of float32, so
-weights lose nothing. Where the sum of a row is over 2^80 at the end, or its output is not finite, the tile is flagged
-and computed again with maxima (nonfinite.py).
+With this threshold O is rarely rescaled, and p is at most 2^8. Max-free kernels go further: tiles without hidden cells
+keep the m of the tiles before them and compute no row max. In bfloat16 p has the range of float32, so weights lose
+nothing. Where the sum of a row is over 2^80 at the end, or its output is not finite, the tile is flagged and recomputed
+with row maxima (nonfinite.py).
 
 Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product, capped ones (a softcap, and no
 more) in units of tanh: scale or softcap and log2(e) go into one multiply-add for each cell. The others keep logits in
@@ -25,7 +25,7 @@ from ..signature import struct
 from .layouts import score_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LATE = gl.constexpr(8.0)  # powers of 2 by which a maximum must be larger to replace another one
+LATE = gl.constexpr(8.0)  # powers of 2 by which a row max must be larger than m to replace it
 GROWTH = gl.constexpr(80.0)  # powers of 2 that weights of max-free tiles, and their sums, may reach
 C3 = gl.constexpr(TANH_3)
 C5 = gl.constexpr(TANH_5)
@@ -34,7 +34,7 @@ C7 = gl.constexpr(TANH_7)
 
 @struct
 class Rows:
-    """What the rows of a consumer are: [64] each, in the layout of the scores' rows."""
+    """The rows of a consumer: [64] each, in the row layout of the scores."""
 
     row: gl.tensor  # in the sequence
     ok: gl.tensor
@@ -62,13 +62,13 @@ def tanh(x, EXACT: gl.constexpr):
 
 @gluon.jit
 def reciprocal(x):
-    """Of numbers far from 0: good to one ulp, in one instruction."""
+    """1 / x for x far from 0: good to one ulp, in one instruction."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def unit(a):
-    """What 1 of s and of m is in logits."""
+    """The unit of s and of m, in logits."""
     found = 1.0
     if a.S.linear:
         found = a.scale
@@ -98,10 +98,10 @@ def logits(a, s, rows, columns):
 
 @gluon.jit
 def hide(a, s, rows, tile, columns, n_keys):
-    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [64, BN].
+    """Adds a float mask, selects -inf where a cell is hidden (never adds it); also returns visible cells [64, BN].
 
-    A thread's columns are 8 i + j: for few j (its coord among four threads, which the compiler does not know) and many
-    i (which it does). So i is compared with row and j, and each cell costs one comparison with a constant.
+    A thread's columns are 8 i + j: few j (from its index among four threads, unknown to the compiler) and many i
+    (known). So 8 i is compared with a limit made of row and j, and each cell costs one comparison with a constant.
     """
     BN: gl.constexpr = a.S.BN
     column = gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
@@ -125,9 +125,9 @@ def hide(a, s, rows, tile, columns, n_keys):
 
 @gluon.jit
 def weights(a, s, m, l, late, MASKED: gl.constexpr):
-    """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64].
+    """p [64, BN] in float32, the new m and l, and alpha [64].
 
-    `late`: powers of 2 by which a maximum must be larger to replace m; None: m stays.
+    `late`: powers of 2 by which a row max must be larger than m to replace it; None: m stays.
     """
     m_new = m
     if late is not None:
@@ -159,14 +159,14 @@ def no_sums(a):
 
 @gluon.jit
 def own_sums(a, p):
-    """The sums of each thread's own cells of a row [64, 4]; the four threads of a row add theirs up at the end."""
+    """Sums of each thread's own cells of a row [64, 4]; the four threads of a row are reduced in the epilogue."""
     BN: gl.constexpr = a.S.BN
     return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def finalise(a, m, l, head, owned):
-    """The logarithm of the sum, and what the output is multiplied by; sinks count here. [64] each."""
+    """The lse and the final factor of O; sinks are added here. [64] each."""
     if a.S.linear or a.S.capped:
         m = gl.where(m == float("-inf"), m, m * unit(a))
     if a.S.capped:

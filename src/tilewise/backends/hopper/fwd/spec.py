@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, as one hashable value: the only compile-time argument of the kernels."""
+"""What a kernel is compiled for, as one hashable value: its only compile-time argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...gpu.flags import Flags
 
 @dataclass(frozen=True)
 class Spec(Flags):
-    """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
+    """Compile-time parameters of a kernel. Sizes, strides, windows and lengths are run-time arguments."""
 
     dtype: str  # "bf16" or "f16"
     chunk_d: int  # columns of a chunk of q and k in shared memory, a power of two
@@ -20,17 +20,17 @@ class Spec(Flags):
     consumers: int  # warpgroups of 64 query rows each
     q_stages: int  # work tiles whose query rows are in shared memory
     k_stages: int  # chunks of keys in shared memory
-    v_stages: int  # tiles of values in a ring of their own; 0: they lie in the ring of the keys, in pieces
-    lent: int  # chunks of q, the first ones, in whose memory the output waits for TMA; 0: in memory of its own
-    out_columns: int  # columns of the output that wait there at a time
-    overlaps: bool  # where a tile is seen whole, a warpgroup takes exponentials while its own P V is under way
+    v_stages: int  # tiles of values in their own ring; 0: they are in the ring of the keys, in pieces
+    lent: int  # first chunks of q, whose memory the output reuses as its buffer for TMA; 0: it has its own
+    out_columns: int  # columns of the output in that buffer at a time
+    overlaps: bool  # in tiles without hidden cells, a warpgroup's softmax overlaps its own P V
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
-    max_free: bool  # tiles that every row sees keep the maximum of those before them (see softmax.py)
+    max_free: bool  # tiles without hidden cells keep the m of those before them (see softmax.py)
     consumer_regs: int
     producer_regs: int
     guard: bool  # tiles are flagged if not finite: hidden values, or overflow, may be the cause (see nonfinite.py)
     blocks: bool  # tiles come from the lists of block indices
-    fixup: bool  # computes again what a launch before it has flagged
+    fixup: bool  # recomputes the tiles that the launch before has flagged
     prefetch_tile: bool  # the next work tile is fetched before the keys of this one are loaded, not after
 
     @property

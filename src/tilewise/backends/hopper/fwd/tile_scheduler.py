@@ -1,11 +1,10 @@
-"""Which work tiles a program computes, in what order, and which keys belong to them.
+"""The tile scheduler: which work tiles a program computes, in what order, and which keys belong to them.
 
 A work tile is BM query rows of one head (and, of wide values, one tile of their columns). Each program is persistent.
-Where work tiles are alike, their schedule is static; where some are longer, the longest come first and each program
-takes the next index when it is ready.
+Where work tiles are alike, their schedule is static; where some are longer, it is dynamic, and the longest come first.
 
-Rows and keys of a tile: `top` and `q_len` count from the sequence's first row, key tiles from its first key. Tiles
-`first .. last` hold what any row of the tile sees, at least one, though it may turn out to be hidden altogether.
+Rows and keys of a work tile: `top` and `q_len` count from the sequence's first row, key tiles from its first key. Key
+tiles `first .. last` hold what any row of the work tile sees; there is at least one, which may be fully hidden.
 """
 
 from triton.experimental import gluon
@@ -30,7 +29,7 @@ class WorkTile:
     n_keys: gl.tensor
     offset: gl.tensor  # the position of query row 0
     numbers: object  # RULE_NUMBERS, where each sequence has its own
-    owned: gl.tensor  # of a sequence; else of the rows past the last one
+    owned: gl.tensor  # whether the rows belong to a sequence, or are past the last one
     first: gl.tensor
     last: gl.tensor
 
@@ -46,7 +45,7 @@ def numbers_of(a, w):
 
 @gluon.jit
 def key_tiles(a, offset, top, rows, n_keys, numbers):
-    """Tiles of keys for query rows `top .. top + rows`: first and last that any row sees, and the run that all see."""
+    """Key tiles for query rows `top .. top + rows`: first and last that any row sees, and the range that all see."""
     BN: gl.constexpr = a.S.BN
     lo, full_hi = key_span(query_position(offset, top, numbers, a.S), n_keys, numbers, a.S)
     full_lo, hi = key_span(query_position(offset, top + rows - 1, numbers, a.S), n_keys, numbers, a.S)
@@ -55,7 +54,7 @@ def key_tiles(a, offset, top, rows, n_keys, numbers):
     last = gl.maximum(gl.cdiv(hi, BN), first + 1)
     inner = gl.minimum(gl.maximum(gl.cdiv(full_lo, BN), first), last)
     if a.S.max_free:
-        full_hi -= 1  # a row's last key is in a tile before these, so that it has a maximum
+        full_hi -= 1  # each row's last key is in an earlier tile, so that it has a running max
     outer = gl.maximum(gl.minimum(full_hi // BN, last), inner)
     return first, last, inner, outer
 
@@ -74,19 +73,19 @@ class TileCoord:
 class TileScheduler:
     """Which work tile is number n of this program.
 
-    Without COUNTER the schedule is static: rounds over the programs, forwards and backwards in turn. With it, whoever
-    is ready takes the next index: the producer fetches it, looks up its coordinates and passes those to the consumers
+    Without COUNTER the schedule is static: rounds over the programs, alternately forwards and backwards. With it, the
+    schedule is dynamic: the producer fetches the next index, looks up its coordinates and passes those to the consumers
     by a ring of two. The look-up (divisions, or a search in packed sequences) then costs the consumers nothing.
     """
 
     counter: object
-    numbers: object  # [8, 1] in shared memory: two coordinates; this and the barriers are there only if the counter is
+    numbers: object  # [8, 1] in shared memory: two coordinates; this and the barriers exist only with a counter
     full: object
     released: object
 
     @gluon.jit
     def next_index(self, n):
-        """The producer's: the index of its work tile n."""
+        """Producer: the index of its work tile n."""
         if self.counter is None:
             index = static_tile(n)
         else:
@@ -107,7 +106,7 @@ class TileScheduler:
 
     @gluon.jit
     def fetch(self, a, n):
-        """The producer's: the coordinates of work tile n, passed to the consumers too."""
+        """Producer: the coordinates of work tile n, passed to the consumers too."""
         coord = locate(a, self.next_index(n))
         if self.counter is not None:
             mbarrier.wait(self.released.index(n & 1), ((n >> 1) & 1) ^ 1)
@@ -121,7 +120,7 @@ class TileScheduler:
 
     @gluon.jit
     def receive(self, a, n):
-        """A consumer's: the coordinates of work tile n; past the last index there is none."""
+        """Consumer: the coordinates of work tile n; past the last index there is none."""
         if self.counter is None:
             coord = locate(a, static_tile(n))
         else:
@@ -134,8 +133,8 @@ class TileScheduler:
 
 @gluon.jit
 def new_scheduler(counter, CONSUMERS: gl.constexpr):
-    """Barriers that nobody waits at must not exist: the compiler gives their memory to tiles, and what TMA writes over
-    an mbarrier may be lost (seen: a wrong row of q in one of a thousand launches).
+    """Barriers that nobody waits at must not be allocated: the compiler reuses their memory for tiles, and what TMA
+    writes over an mbarrier may be lost (seen: a wrong row of q in one of a thousand launches).
     """
     if counter is None:
         scheduler = TileScheduler(None, None, None, None)
@@ -159,7 +158,7 @@ def static_tile(round):
 
 @gluon.jit
 def tile_count(a):
-    """The number of work tiles; of packed sequences it is known on the device alone (gpu/varlen_order.py)."""
+    """The number of work tiles; for packed sequences it is known only on the device (gpu/varlen_order.py)."""
     if a.S.packed_q:
         count = gl.load(a.START + a.batch + 1) * a.heads * a.S.value_tiles
     else:
@@ -169,7 +168,7 @@ def tile_count(a):
 
 @gluon.jit
 def locate(a, index):
-    """The coordinates of a work tile. Past the last one they are looked up too: a tile without rows."""
+    """The coordinates of a work tile; past the last one, those of a tile without rows."""
     BM: gl.constexpr = a.S.BM
     unit = index // a.S.value_tiles
     if a.S.packed_q:
@@ -191,7 +190,7 @@ def locate(a, index):
         seq = gl.where(beyond, a.batch + 1, seq)
         tile = gl.where(beyond, 0, tile)
     else:
-        # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
+        # L2 swizzle groups of planes whose keys fit L2; within a group, the last tiles of all its planes come first.
         unit = gl.minimum(unit, a.work_tiles // a.S.value_tiles - 1)
         tiles = gl.cdiv(a.q_len, BM)
         begin = unit // (a.swizzle * tiles) * a.swizzle
@@ -243,7 +242,7 @@ def work_tile_at(a, coord):
     numbers = sequence_numbers(a.rules, a.PLACES, b, a.S)
     first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys, numbers)
     if a.S.rules.affine != "rows":
-        numbers = None  # no register for what all share
+        numbers = None  # no registers for numbers that all share
     return WorkTile(
         row_b, kv_b, b, coord.head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, numbers, owned,
         first, last,

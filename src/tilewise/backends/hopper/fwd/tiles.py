@@ -1,9 +1,9 @@
-"""The tiles of keys that a tile of query rows visits, from the last to the first.
+"""The key tiles that a work tile visits, from the last to the first.
 
-Without a mask they are a range. Where every row sees every key, each tile of rows begins with another tile of keys, so
-that not all programs ask for the same memory at once. With a mask or block indices they are the list that
-`gpu/block_sparsity.py` leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A
-range without an entry is given its last tile all the same, so that there always is one.
+Without a mask they are a range. Where every row sees every key, each work tile begins with a different key tile, so
+that not all programs read the same memory at once. With a mask or block indices they are the list from
+`gpu/block_sparsity.py`: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range
+without entries still gets its last tile, so that there always is one.
 """
 
 from triton.experimental import gluon
@@ -16,13 +16,13 @@ from ..signature import struct
 class Tiles:
     last: gl.tensor
     count: gl.tensor
-    shift: object  # where the range begins: so many tiles from the last
+    shift: object  # tiles from the last at which the range begins
     at: object  # the last entry
     entries: gl.tensor  # how many there are; 0: the one tile has no entry
 
     @gluon.jit
     def entry(self, i):
-        """Tile number i and whether its cells are to be looked at, as 2 * tile + mixed."""
+        """Tile number i and whether it is mixed, as 2 * tile + mixed."""
         if self.at is None:
             tile = self.last - i
             if self.shift is not None:
@@ -59,7 +59,7 @@ def tile_list(a, w):
 
 @gluon.jit
 def after(a, w, tiles, tile):
-    """Entries of a list from `tile` on."""
+    """The number of entries of a list from `tile` on."""
     plane = w.b.to(gl.int64) * a.list_b + w.head.to(gl.int64) * a.list_h + (w.top // a.S.BM).to(gl.int64) * a.list_q
     ranks = a.RANK + plane * (a.list_n + 1)
     end = gl.load(ranks + gl.minimum(w.last, a.list_n))

@@ -13,10 +13,10 @@ class Arguments:
     SCALES: object  # with float8, the same memory as float32; CACHE is int32 then
     out: object  # descriptor of tiles of the output as [B, Lq, H, 512]
     LSE: object
-    PARTIAL: object  # float32 [2 splits, tiles, 64, 512]: outputs of sequences that several programs share
+    PARTIAL: object  # float32 [2 splits, tiles, 64, 512]: partials of sequences that are split over several programs
     PARTIAL_LSE: object  # float32 [2 splits, tiles, 64], in base 2
     FRAGMENTS: object  # int32 [B]: partial of a sequence's first fragment, and from bit 16 on how many it has
-    COUNTERS: object  # int32 [B]: halves of fragments that are stored, where consumers combine them
+    COUNTERS: object  # int32 [B]: semaphores: halves of fragments that are stored, where the last-arriver combines them
     LENGTHS: object
     TABLE: object
     INDICES: object  # int32 [B, Lq, chosen]: keys of each query
@@ -35,7 +35,7 @@ class Arguments:
     kv_len: Size
     page_size: Size
     tiles: Size  # of query rows
-    splits: Size  # into which the keys of all sequences are cut
+    splits: Size  # of the keys of all sequences
     chosen: Size  # indices of a query
     size: Size  # pairs of a run, with indices
     factor: object  # scale * log2(e)

@@ -1,4 +1,4 @@
-"""Sequences whose keys several programs share: their outputs to one. Those that one program had alone are complete."""
+"""Combines the partials of sequences that are split over several programs. Other sequences are complete already."""
 
 import triton.language as tl
 
@@ -15,7 +15,7 @@ def combine(
     o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, per, head_rows, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time.
+    """Combines COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time.
 
     `per` sequences are queries of one batch row: 1, or all of them.
     """

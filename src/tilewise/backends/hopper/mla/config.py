@@ -1,6 +1,6 @@
-"""Which problems latent decode serves, and how they are cut: plain functions of a `Problem`.
+"""Which problems latent decode serves, and its launch heuristics: plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, latent #1, #2, #8 and #11, sparse #5 and #6.
+Their measurements are in benchmarks/h200/LOG.md, latent #1, #2, #8 and #11, sparse #5 and #6.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .spec import FEW, KEYS, LATENT, ROPE, ROWS, Spec
 
 MOST_QUERIES = 16
 TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
-# Tensor cores cut off what does not fit when they add: each of the 36 sums that make a score loses half a last bit of
-# its size on the average, in all about so many last bits of the score (of 2^-24 of it).
+# Tensor cores truncate when they accumulate: each of the 36 sums that make a score loses half a last bit of its size on
+# average, in all about so many last bits of the score (of 2^-24 of it).
 CUT_OFF = 8.0
-COMBINED = 4096  # numbers that a combining program has at a time
-MOST_INSIDE = 32  # fragments that one consumer combines
-LONGER = 1.05  # how much longer runs may be when that leaves sequences whole
+COMBINED = 4096  # elements that a program of `combine` holds at a time
+MOST_INSIDE = 32  # most fragments that one consumer combines
+LONGER = 1.05  # how much longer runs may be if no sequence is split then
 
 
 def is_latent(problem: Problem) -> bool:
@@ -78,9 +78,9 @@ class Config:
     sequences: int  # with key indices every query is one
     size: int  # pairs of blocks of a run, with key indices
     cut: bool  # whether runs may end within a sequence
-    few: bool  # rows of a sequence, which are the columns of all products
-    inside: bool  # consumers combine fragments, and no launch after theirs
-    # Of the combining kernel: fragments of a sequence at a time, and rows and columns of the output.
+    few: bool  # few rows per sequence, which are the columns of all products
+    inside: bool  # the last-arriver combines fragments, not a separate launch
+    # Of `combine`: fragments of a sequence at a time, and rows and columns of the output.
     at_once: int
     rows: int
     columns: int
@@ -88,7 +88,7 @@ class Config:
 
     @property
     def partial_rows(self) -> int:
-        """Rows of partial outputs: two of each program."""
+        """Rows of partials: two partials of each program."""
         return 2 * self.splits * self.tiles * ROWS if self.cut else 0
 
 
@@ -96,7 +96,7 @@ def config_of(problem: Problem, target: Target) -> Config:
     p, chosen = problem, problem.selection
     if chosen is None:
         head_rows, sequences, q_len = min(ROWS, ceil_pow2(p.heads)), p.batch, p.q_len
-    else:  # queries have no keys in common, so that a tile has one
+    else:  # queries share no keys, so that a tile has one query
         head_rows, sequences, q_len = ROWS, p.batch * p.q_len, 1
     tiles = -(-p.heads // head_rows) * -(-q_len // (ROWS // head_rows))
     splits = max(1, target.processors // tiles)
@@ -118,19 +118,19 @@ def config_of(problem: Problem, target: Target) -> Config:
 
 
 def most_fragments(problem: Problem, splits: int) -> int:
-    """Fragments that a sequence can have, whatever the lengths: all others may have one pair of blocks each."""
+    """Most fragments of a sequence, for any lengths: all others may have one pair of blocks each."""
     longest = max(1, -(-problem.kv_len // TILE[1]))
     size = -(-(longest + problem.batch - 1) // splits)
     return -(-longest // size) + 1
 
 
 def factor(problem: Problem) -> float:
-    """What scores are multiplied by, for powers of 2."""
+    """The factor from dot products to logits in base 2, corrected for CUT_OFF."""
     return problem.scale * math.log2(math.e) * (1 + CUT_OFF * 2.0**-24)
 
 
 def workspace_bytes(c: Config) -> int:
-    """Partial outputs with their lse, and where each sequence's are."""
+    """Bytes of partials with their lse, and of where each sequence's are."""
     return 4 * (c.partial_rows * (LATENT + 1) + c.sequences)
 
 
@@ -164,6 +164,6 @@ def spec(problem: Problem, c: Config) -> Spec:
         inside=c.inside,
         gather=p.selection is not None,
         width=128 if in_fp8(p) or (c.few and page_rows == KEYS) else 256 if page_rows == KEYS or p.selection else 64,
-        prefetch=c.tiles > 1,  # programs that read the same keys gain; a lone one loses
+        prefetch=c.tiles > 1,  # faster only where several programs read the same keys
         **(FP8 if in_fp8(p) else GATHERING if p.selection is not None else {}),
     )

@@ -1,6 +1,6 @@
 """The two consumers: a warpgroup with 256 columns of the output each, and every second block of keys to score.
 
-For each pair of blocks, with m the running maximum, which travels from one to the other:
+For each pair of blocks, with m the running max, which the consumers pass to each other:
 
     consumer 0                                      consumer 1
     wait for S; P0 = softmax S with m; send P0, m   wait until S of consumer 0 is done, start S = Q K1'
@@ -10,14 +10,14 @@ For each pair of blocks, with m the running maximum, which travels from one to t
     wait for O; start S = Q K0' of the next pair    O = alpha O; start O += P1 V1
                                                     wait for O
 
-Values are released as soon as they have been added. Exponentials of consumer 0 stand beside products S of consumer 1,
-those of consumer 1 beside both P0 V0. Blocks are added to both halves of the output in the order of their keys.
+Values are released as soon as they have been added. Exponentials of consumer 0 overlap the products S of consumer 1,
+those of consumer 1 overlap both P0 V0. Blocks are added to both halves of the output in the order of their keys.
 
-m is a maximum of some keys before: a new one replaces it only when it is larger by many powers of 2. So alpha is 1 as a
-rule, and O is not touched.
+m is the max of some earlier keys: it is replaced only by one that is larger by many powers of 2. So alpha is usually 1,
+and O is not rescaled.
 
-Rows in float8 (`S.fp8`) lie in shared memory without their scales: the scores' accumulator is multiplied by ratios of
-scales between groups of columns, and weights by the scales of the values. There the producer sets the pace. So each
+float8 rows (`S.fp8`) are in shared memory without their scales: the accumulator of the scores is multiplied by ratios
+of scales between scale groups, and weights by the scales of the values. There the producer is the bottleneck. So each
 block is scored, added to both halves and released before the next one is needed (`own_block`, `other_block`): the
 producer fills one while the other is in use.
 """
@@ -46,13 +46,13 @@ FLAGS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 @gluon.jit
 def changed_by(sh, b: gl.constexpr):
-    """Whether any warp of consumer b has changed maxima."""
+    """Whether any warp of consumer b has changed a running max."""
     return gl.max(sh.changed[b].load(FLAGS), 0)
 
 
 @gluon.jit
 def received(sh, b: gl.constexpr):
-    """The maximum that consumer b has sent, and whether it has changed it."""
+    """The running max that consumer b has sent, and whether it has changed it."""
     return sh.maximum(b).load(ROW), changed_by(sh, b)
 
 
@@ -74,7 +74,7 @@ def rescaled(o, alpha):
 
 @gluon.jit
 def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
-    """Starts O += P V with block b of pair u, for half C of the columns. P is a tensor, or lies in shared memory."""
+    """Starts O += P V with block b of pair u, for half C of the columns. P is a tensor, or None: in shared memory."""
     if a.S.fp8:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
         none = u >> 31  # as in start_scores
@@ -98,7 +98,7 @@ def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def finished(o):
-    """The output, when no product is under way any more."""
+    """The output, after a wait for all products in flight."""
     if len(o) == 1:
         found = (warpgroup_mma_wait(0, deps=(o[0],)),)
     else:
@@ -121,18 +121,18 @@ def new_output(a):
 
 @gluon.jit
 def send(a, sh, p, m, higher, b: gl.constexpr):
-    """Weights and the maximum to the other consumer, and whether it has changed: by warp, without a barrier."""
+    """Sends weights, running max and whether it has changed (by warp, without a barrier) to the other consumer."""
     sh.weights(b).store(p)
     sh.maximum(b).store(m)
     sh.changed[b].store(gl.max(higher.to(gl.int32).reshape([4, 16]), 1))
-    if not a.S.fp8:  # there weights are loaded, to be multiplied by scales
+    if not a.S.fp8:  # there weights are loaded to registers, to be multiplied by scales
         fence_async_shared()
     mbarrier.arrive(sh.ready[b], count=1)
 
 
 @gluon.jit
 def stay(sh, u, half: gl.constexpr):
-    """A wait for half a block that has been there for long: the assembler moves nothing across its branch."""
+    """Waits for half a block that arrived long ago: the assembler moves nothing across its branch."""
     EACH: gl.constexpr = sh.S.pieces // 2
     mbarrier.wait(sh.full[half * EACH], u & 1)
 
@@ -168,7 +168,7 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
 
 @gluon.jit
 def step1(a, sh, w, u, i, o, m, l, hi, masked):
-    mbarrier.wait(sh.scored[0], u & 1)  # the exponentials of one consumer stand beside products of the other
+    mbarrier.wait(sh.scored[0], u & 1)  # exponentials of one consumer overlap products of the other
     s = start_scores(a, sh, w, u, 1)
     mbarrier.wait(sh.ready[0], u & 1)
     m_new, changed = received(sh, 0)
@@ -199,11 +199,11 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 
 @gluon.jit
 def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
-    """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
+    """Adds block C of pair u, of float8, to half C of the output; sends its weights and max to the other consumer."""
     s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
     weights, m_new, higher = to_weights(a, s, gl.max(s, 1), m, 1)
     p = weights.to(a.q.dtype)
-    send(a, sh, p, m_new, higher, C)  # before all that the other consumer does not wait for
+    send(a, sh, p, m_new, higher, C)  # first, since the other consumer waits for it
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(weights, 1)
     o = rescaled_if(changed_by(sh, C), o, alpha)
@@ -214,8 +214,8 @@ def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
 
 @gluon.jit
 def other_block(a, sh, u, o, m, l, C: gl.constexpr):
-    """The other block, by the other consumer's weights. When they are there, that one has waited for the block and
-    fenced it.
+    """Adds the other block, by the other consumer's weights. When these are ready, that one has waited for the block
+    and fenced it.
     """
     B: gl.constexpr = 1 - C
     mbarrier.wait(sh.ready[B], u & 1)
@@ -246,7 +246,7 @@ def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
 
 @gluon.jit
 def whole_sums(a, sh, f, o, m, l, C: gl.constexpr):
-    """Half C of the output of fragment number f, its maxima and sums over the keys of both consumers."""
+    """Half C of the output of fragment number f, with max and sum over the keys of both consumers."""
     if a.S.narrow:
         o, m, l = own_parts(a, sh, f, o, m, l, C)
     else:

@@ -1,4 +1,4 @@
-"""From O in registers to the output, or to what is combined later."""
+"""Epilogue: from O in registers to the output, or to partials that are combined later."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def lse_offsets(a, w, row):
-    """Where the lse of a tile's rows lie, and which rows there are."""
+    """Offsets of the lse of a tile's rows, and which rows exist."""
     l = w.query + row // a.S.head_rows
     h = w.head + row % a.S.head_rows
     at = w.b.to(gl.int64) * a.lse_b + h.to(gl.int64) * a.lse_h + l.to(gl.int64) * a.lse_l
@@ -19,7 +19,7 @@ def lse_offsets(a, w, row):
 
 @gluon.jit
 def add_sink(a, m, l, head):
-    """Maximum and sum of rows with their sinks, and what outputs so far are multiplied by."""
+    """Max and sum of rows with their sinks, and alpha for the output so far."""
     there = head < a.heads
     sink = gl.load(a.SINKS + gl.where(there, head, 0), mask=there, other=float("-inf")) * LOG2E
     m_new = gl.maximum(m, sink)
@@ -31,14 +31,14 @@ def add_sink(a, m, l, head):
 
 @gluon.jit
 def times(x, rows):
-    """Rows of `x` times numbers, one of each."""
+    """Rows of `x` times `rows`, one factor for each."""
     ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(rows, ROWS, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def store_out(a, sh, w, o, COLUMN: gl.constexpr):
-    """Columns of rows that are complete, by way of the place of the queries, which nobody multiplies any more."""
+    """Stores columns of complete rows through the shared memory of the queries, which are no longer needed."""
     N: gl.constexpr = o.shape[1]
     ROWS: gl.constexpr = a.S.rows
     WIDTH: gl.constexpr = a.S.width
@@ -53,7 +53,7 @@ def store_out(a, sh, w, o, COLUMN: gl.constexpr):
 
 @gluon.jit
 def store_partial(a, w, o, base, COLUMN: gl.constexpr):
-    """Columns of rows that are to be combined."""
+    """Stores columns of a partial."""
     N: gl.constexpr = o.shape[1]
     ROWS: gl.constexpr = a.S.rows
     row = gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
@@ -65,13 +65,13 @@ def store_partial(a, w, o, base, COLUMN: gl.constexpr):
 
 @gluon.jit
 def store(a, sh, w, o, m, l, partial, tile, C: gl.constexpr):
-    """Half C of a fragment's output, a tuple of its columns, and with the first half the logarithms of sums."""
+    """Stores half C of a fragment's output, a tuple of its columns, and with the first half the lse."""
     ROWS: gl.constexpr = a.S.rows
     row = gl.arange(0, ROWS, m.type.layout)
     m = m * a.factor  # in base 2, as all from here on
     alpha = gl.full_like(m, 1.0)
     if a.S.sinks:  # noqa: SIM102
-        if w.alone():  # else a sink counts where fragments are combined
+        if w.alone():  # else a sink is added where fragments are combined
             m, l, alpha = add_sink(a, m, l, w.head + row % a.S.head_rows)
     empty = l == 0
     lse = gl.where(empty, float("-inf"), m + gl.log2(gl.where(empty, 1.0, l)))
@@ -95,7 +95,7 @@ def store(a, sh, w, o, m, l, partial, tile, C: gl.constexpr):
 
 @gluon.jit
 def store_fragments(a, w, partial, size, tile):
-    """Where the fragments of a sequence will be, from the program that has its first pair."""
+    """Stores where the fragments of a sequence will be, by the program that has its first pair."""
     if w.first == 0:
         fragments = 1 + gl.cdiv(w.pairs - w.last, size)
         gl.store(a.FRAGMENTS + w.seq, partial + (fragments << 16), mask=tile == 0)

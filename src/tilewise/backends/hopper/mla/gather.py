@@ -1,7 +1,7 @@
-"""The producer of calls with key indices: four warps that look rows up and copy them, 16 bytes of a thread at a time.
+"""The producer of calls with key indices: four warps that look up rows and copy them, 16 bytes per thread at a time.
 
-Copies arrive at the same barriers as those by TMA, once for each thread. Rows that a query must not see are not read:
-zeros stand in their place, and the consumers are told which keys count.
+Copies arrive at the same mbarriers as those by TMA, once for each thread. Rows that a query must not see are not read
+but filled with zeros, and flags tell the consumers which keys count.
 """
 
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ def limit_of(a, seq):
 
 @gluon.jit
 def rows_of(a, seq, position, limit):
-    """Where the rows of these keys begin, in units of 16 bytes, and which of them the query sees."""
+    """Offsets of the rows of these keys, in units of 16 bytes, and which of them the query sees."""
     b = seq // a.q_len
     ok = (position >= 0) & (position < limit)
     position = gl.where(ok, position, 0)
@@ -49,7 +49,7 @@ def rows_of(a, seq, position, limit):
 
 @gluon.jit
 def gather_block(a, sh, u, at, ok, b: gl.constexpr):
-    """Block b of pair u."""
+    """Copies block b of pair u."""
     WIDTH: gl.constexpr = a.S.width
     SMALL: gl.constexpr = sh.k_rope.layout
     source = a.CACHE + (at.to(gl.int64) * 8)[:, None] + gl.arange(0, 64, gl.SliceLayout(0, THREADS))[None, :]
@@ -59,7 +59,7 @@ def gather_block(a, sh, u, at, ok, b: gl.constexpr):
     sh.ok[0].index((u & 1) * 2 + b).store(ok.to(gl.float32))
     async_copy.async_copy_global_to_shared(sh.k_rope.index(b), source + 512, mask=there)
     async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
-    mbarrier.arrive(sh.rope_full[b], count=1)  # for what is stored
+    mbarrier.arrive(sh.rope_full[b], count=1)  # for the flags
     for half in gl.static_range(2):
         mbarrier.wait(sh.free[2 * b + half], (u & 1) ^ 1)
         for i in gl.static_range(4):
@@ -71,14 +71,14 @@ def gather_block(a, sh, u, at, ok, b: gl.constexpr):
 
 @gluon.jit
 def load_chunk(a, at, ok, i: gl.constexpr):
-    """64 columns of a block in float8, four in a word: [64, 16]."""
+    """Loads 64 columns of a block in float8, four in a word: [64, 16]."""
     column = i * 16 + gl.arange(0, 16, gl.SliceLayout(0, WORDS))
     return gl.load(a.CACHE + (at.to(gl.int64) * 4)[:, None] + column[None, :], mask=ok[:, None], other=0)
 
 
 @gluon.constexpr_function
 def pairs_text(dtype):
-    """Four float8 numbers as two pairs of 16 bits."""
+    """PTX: four float8 numbers to two pairs of 16 bits."""
     text = "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; "
     if dtype == gl.float16:
         return text + "mov.b32 $0, x; mov.b32 $1, y; }"
@@ -90,7 +90,7 @@ def pairs_text(dtype):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """[64, 16] words of four float8 numbers as [64, 32] words of two of 16 bits."""
+    """Converts [64, 16] words of four float8 numbers to [64, 32] words of two of 16 bits."""
     TEXT: gl.constexpr = pairs_text(DTYPE)
     low, high = gl.inline_asm_elementwise(TEXT, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     return gl.join(low, high).reshape([64, 32])
@@ -98,14 +98,14 @@ def widened(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def in_words(tiles, N: gl.constexpr):
-    """Tiles [64, 64] of 16 bits as [64, 32] of 32: rows of 128 bytes, which are swizzled alike."""
+    """Tiles [64, 64] of 16 bits as [64, 32] of 32: rows of 128 bytes, with the same swizzle."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     return tiles._reinterpret(gl.int32, [N, 64, 32], LAYOUT)
 
 
 @gluon.jit
 def prefetch_rows(a, at):
-    """Brings rows of 656 bytes to L2, by their lines of 128 bytes."""
+    """Prefetches rows of 656 bytes to L2, by lines of 128 bytes."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     at = gl.convert_layout(at, gl.SliceLayout(1, LINES), assert_trivial=True).to(gl.int64) * 4
     line = gl.minimum(gl.arange(0, 8, gl.SliceLayout(0, LINES)) * 32, 160)
@@ -117,7 +117,7 @@ def prefetch_rows(a, at):
 
 @gluon.jit
 def load_scales(a, at, ok):
-    """The four scales of a block's rows."""
+    """Loads the four scales of a block's rows."""
     found = ()
     for g in gl.static_range(4):
         found = found + (gl.load(a.SCALES + at.to(gl.int64) * 4 + 128 + g, mask=ok, other=0.0),)
@@ -126,10 +126,10 @@ def load_scales(a, at, ok):
 
 @gluon.jit
 def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr):
-    """Block b of pair u from float8. `raw` are its first chunks, which are under way as `scales` are; returns those of
-    the next block. What is waited for waits for all loads before it, so that nothing is loaded to be used at once.
+    """Converts block b of pair u from float8. `raw`: its first chunks, in flight as `scales` are; returns those of the
+    next block. A wait for a load waits for all loads before it, so that nothing is loaded to be used at once.
 
-    Numbers are stored as they are, without their scales, which the consumers apply: 16 bits hold them exactly.
+    Numbers are stored without their scales, which the consumers apply: 16 bits hold them exactly.
     """
     AHEAD: gl.constexpr = len(raw)
     prefetch_rows(a, at_next)
@@ -160,8 +160,8 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
 
 @gluon.jit
 def ratios(scales):
-    """Scales of four groups, each over the next one's, the last as it is. Those below 2^-60 of the row's largest, zeros
-    too, are taken for that: ratios stay finite, and what their numbers add to a score is far below its last bit.
+    """Scales of four groups, each divided by the next one's, the last as it is. Those below 2^-60 of the row's largest,
+    zeros too, are raised to that: ratios stay finite, and what such groups add to a score is far below its last bit.
     """
     largest = gl.abs(scales[0])
     for g in gl.static_range(1, 4):
@@ -175,7 +175,7 @@ def ratios(scales):
 
 @gluon.jit
 def moved_up(raw, later):
-    """A queue without its first, and with another last."""
+    """Drops the first of a queue, and appends `later`."""
     found = ()
     for i in gl.static_range(1, len(raw)):
         found = found + (raw[i],)
@@ -184,7 +184,7 @@ def moved_up(raw, later):
 
 @gluon.jit
 def place_of_block(a, n):
-    """Sequence of block n of all sequences', one after the other, and the block's number there."""
+    """The sequence of block n, counted over all sequences in order, and the block's number there."""
     blocks = 2 * pairs_of(a.chosen)
     n = gl.minimum(n, a.batch * blocks - 1)
     return n // blocks, n % blocks
@@ -192,7 +192,7 @@ def place_of_block(a, n):
 
 @gluon.jit
 def widen(a, run, sh):
-    """`gather` for float8. Three blocks are under way: chunks of one, rows of the next, positions of the one after."""
+    """`gather` for float8. Three blocks are in flight: chunks of one, rows of the next, positions of the one after."""
     u = 0
     f = 0
     seq = run.seq

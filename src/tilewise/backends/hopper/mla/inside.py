@@ -1,7 +1,7 @@
-"""Sequences of few query rows (one tile) whose keys several programs share: combined by the consumer done last.
+"""Sequences of few query rows (one tile) that are split over several programs: combined by the last-arriver.
 
-A launch of its own (combine.py) shares the work better where a sequence has many fragments, and takes its time also
-where no sequence is cut.
+A separate launch (combine.py) distributes the work better where a sequence has many fragments, but takes time even
+where no sequence is split.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ LINE = gl.constexpr(gl.SliceLayout(1, EACH))
 
 @gluon.jit
 def combine_inside(a, sh, w, partial, split, size):
-    """Half of a fragment has been stored. The last half of a sequence completes its rows, and leaves a counter of 0."""
+    """Called after half of a fragment is stored. The last-arriver of a sequence combines it and resets the counter."""
     PIECES: gl.constexpr = a.S.pieces
     WIDTH: gl.constexpr = a.S.width
     ROWS: gl.constexpr = a.S.rows
@@ -26,7 +26,7 @@ def combine_inside(a, sh, w, partial, split, size):
     halves = gl.atomic_add(a.COUNTERS + w.seq, 1, sem="acq_rel")
     if halves == 2 * fragments - 1:
         gl.store(a.COUNTERS + w.seq, 0)
-        # The sequence began at the start of a run if as many pairs as whole runs hold came before.
+        # The sequence began at the start of a run if the pairs before fill whole runs.
         run = split - before
         start = gl.where(before == 0, partial, 2 * run + (w.first % size != 0).to(gl.int32))
         o, m, l = added(a, w, start, run, fragments)
@@ -46,8 +46,8 @@ def combine_inside(a, sh, w, partial, split, size):
 
 @gluon.jit
 def added(a, w, start, run, fragments):
-    """The output of all fragments, a tuple of its pieces, with maxima and sums: the first is partial `start`, the
-    others begin the runs that follow.
+    """The combined output of all fragments, a tuple of its pieces, with max and sum: the first fragment is partial
+    `start`, the others begin the runs that follow.
     """
     ROWS: gl.constexpr = a.S.rows
     WIDTH: gl.constexpr = a.S.width
@@ -62,7 +62,7 @@ def added(a, w, start, run, fragments):
         o = o + (gl.zeros([ROWS, WIDTH], gl.float32, EACH),)
     for f in range(fragments):
         at = gl.where(f == 0, start, 2 * (run + f)) * 64 + row
-        # They come from other processors: what the first-level cache may hold of them is not looked at.
+        # They were written by other SMs, so the loads bypass L1 (`.cg`).
         lse = gl.load(a.PARTIAL_LSE + at, cache_modifier=".cg")
         m_new = gl.maximum(m, lse)
         base = gl.where(m_new == float("-inf"), 0.0, m_new)

@@ -20,11 +20,11 @@ from .combine import combine
 from .kernel import latent_decode
 from .spec import LATENT, ROPE
 
-MOST_BYTES = 1 << 35  # places of gathered rows are counted in units of 16 bytes, by 32 bits
+MOST_BYTES = 1 << 35  # offsets of gathered rows are 32-bit, in units of 16 bytes
 
 
 class Launches(NamedTuple):
-    """What a call like an earlier one launches."""
+    """The compiled launches that later calls with the same strides repeat."""
 
     decode: Ready
     combining: Ready | None
@@ -32,9 +32,9 @@ class Launches(NamedTuple):
 
 
 class Launcher(ByAddress):
-    """All that a plan's calls have in common."""
+    """The launches of a plan: what all its calls share."""
 
-    # What no kernel reads (v is in k, offsets are those of the last positions) has a place here all the same.
+    # Tensors that no kernel reads (V is in K, offsets are those of the last positions) are listed too.
     SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks",
         "INDICES": "key_indices", "LENGTHS": "kv_lengths", "q_offset": "q_offset", "TABLE": "block_table",
@@ -45,7 +45,7 @@ class Launcher(ByAddress):
         p = self.problem = plan.problem
         c = self.config = config.config_of(p, target)
         self.spec = config.spec(p, c)
-        self.lse_at = c.partial_rows * LATENT  # in the workspace, in numbers of 4 bytes
+        self.lse_at = c.partial_rows * LATENT  # offset in the workspace, in elements of 4 bytes
         self.fragments_at = self.lse_at + c.partial_rows
         self.decode = Kernel(latent_decode)
         self.counters = Semaphores(c.sequences)
@@ -57,7 +57,7 @@ class Launcher(ByAddress):
         }  # fmt: skip
 
     def first(self, t: Tensors, key: object) -> None:
-        """A call through Triton; with `key`, later ones like it are launched by address."""
+        """Launches through Triton; with `key`, later calls with this key are launched by address."""
         c = self.config
         given = self.arguments(t, self.workspace(t.q.device))
         maps: dict[object, TensorMap] = {}
@@ -67,7 +67,7 @@ class Launcher(ByAddress):
             self.ready[key] = Launches(decode, combining, list(maps.values()))
 
     def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
-        """A call like an earlier one, with tensors at these addresses."""
+        """Launches by address."""
         at: Arguments = dict(zip(self.names, addresses, strict=True))
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         workspace = self.workspace(device)  # kept until the kernels have been queued
@@ -97,7 +97,7 @@ class Launcher(ByAddress):
         """The arguments of both kernels."""
         s, cache = self.spec, t.k[:, 0]  # [pages or B, rows, 576], in float8 656 bytes
         if cache.stride(1) != LATENT + ROPE:
-            s = replace(s, prefetch=False)  # of rows that lie one behind the other alone
+            s = replace(s, prefetch=False)  # needs contiguous rows
         if s.gather and cache.stride(0) * cache.shape[0] * cache.element_size() >= MOST_BYTES:
             raise Unsupported(
                 "hopper", "a cache of 32 GiB or more with key indices", "divide it, or name backend='triton'"
@@ -126,5 +126,5 @@ class Launcher(ByAddress):
 
 @ByPlan
 def launcher_of(plan: Plan) -> Launcher:
-    """The plan's launches."""
+    """The launcher of a plan."""
     return Launcher(plan, target_of(plan.problem.device))

@@ -1,9 +1,9 @@
-"""The consumers of tiles with few query rows: all products have keys or values as their rows, and queries as columns.
+"""The consumers of tiles with few query rows: products are transposed, with keys or values as rows, queries as columns.
 
-S' = K Q' is [64, rows] and O' = V' P' is [512, rows], so that tensor cores multiply no rows that do not exist, and a
-warpgroup has registers for all columns of the output. Each consumer takes every second block by itself, with maxima,
-sums and an output of its own; nothing passes between them until the end of a fragment, where each completes half of the
-output's columns. One block is read from memory while the other is in use.
+S' = K Q' is [64, rows] and O' = V' P' is [512, rows], so that tensor cores multiply no padding rows, and a warpgroup
+has registers for all columns of the output. Each consumer processes every second block by itself, with its own max, sum
+and output; they exchange nothing until the end of a fragment, where each completes half of the output's columns. One
+block is loaded while the other is in use.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, TURNED))  # of query rows
 
 @gluon.jit
 def new_narrow_output(a):
-    """Both halves of O', and sums of weights [64, rows], which are added up over keys at the end."""
+    """Both halves of O', and sums of weights [64, rows], which are reduced over keys at the end."""
     ROWS: gl.constexpr = a.S.rows
     o = (gl.zeros([256, ROWS], gl.float32, TURNED), gl.zeros([256, ROWS], gl.float32, TURNED))
     return o, gl.zeros([64, ROWS], gl.float32, TURNED)
@@ -34,7 +34,7 @@ def narrow_scores(a, sh, u, C: gl.constexpr):
     """S' of block C of pair u."""
     PIECES: gl.constexpr = a.S.pieces
     ROWS: gl.constexpr = a.S.rows
-    none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
+    none = u >> 31  # 0, unknown to the compiler, which would keep registers for the address of each operand
     s = gl.zeros([64, ROWS], gl.float32, TURNED)
     sh.wait(sh.rope_full[C], u)
     s = warpgroup_mma(sh.k_rope.index(C + none), sh.q_rope.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -46,7 +46,7 @@ def narrow_scores(a, sh, u, C: gl.constexpr):
 
 @gluon.jit
 def over_warps(sh, x, ADDED: gl.constexpr, C: gl.constexpr):
-    """Maxima or sums over the warps of consumer C, each of which has a line of `x` [4, rows].
+    """Max or sum over the warps of consumer C, each of which has a line of `x` [4, rows].
 
     Through memory of its own: reductions by the compiler's would share theirs with what the program starts from.
     """
@@ -96,7 +96,7 @@ def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
 
 @gluon.jit
 def own_parts(a, sh, f, o, m, l, C: gl.constexpr):
-    """Half C of a fragment's output [rows, 256], maxima and sums, from those of both consumers."""
+    """Half C of a fragment's output [rows, 256], max and sum, combined from those of both consumers."""
     l = over_warps(sh, gl.sum(l.reshape([4, 16, a.S.rows]), 1), True, C)
     sh.l.index(C).store(l)
     sh.maximum(C).store(m)

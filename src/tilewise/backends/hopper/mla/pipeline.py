@@ -1,4 +1,4 @@
-"""What lies between the producer and the two consumers: shared memory and its barriers.
+"""Shared memory and its mbarriers, between the producer and the two consumers.
 
 There is room for one pair of blocks. Pair number u (counted over all fragments of a program) goes through it:
 
@@ -8,15 +8,15 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     block 0, rope columns    consumer 0    nobody                consumer 0, when it has scored the block
     block 1, rope columns    consumer 1    nobody                with the right half of block 0, which is later
 
-    of float8, block b       its rope columns are released with both halves: weights take their place
+    of float8, block b       its rope columns are released with both halves: weights reuse their memory
     of few rows, block b     read by consumer b alone, and released as a whole
-    queries                  read by both consumers; when both have scored a fragment, its output leaves from there
-    flags, scales            of keys by index: in places of two pairs, written with the rope columns
-    weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
-                             again, since each consumer writes after it has had the other's answer
+    queries                  read by both consumers; when both have scored a fragment, its output is stored from there
+    flags, scales            of keys by index: buffers for two pairs, written with the rope columns
+    weights of block b       written by consumer b, read by the other one; no barrier guards their reuse, since each
+                             consumer writes after it has had the other's answer
 
-Every barrier is passed once for each pair, so its parity is that of u.
-tests/helpers/mla_machine.py plays this through.
+Every barrier completes one phase for each pair, so its parity is that of u.
+tests/helpers/mla_machine.py simulates this.
 """
 
 from triton.experimental import gluon
@@ -32,25 +32,25 @@ class Shared:
     q_rope: gl.shared_memory_descriptor  # [rows, 64]
     k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
     k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
-    p: gl.shared_memory_descriptor  # [1, 64, 64]; of float8 the place of the rope columns, which have been multiplied;
+    p: gl.shared_memory_descriptor  # [1, 64, 64]; of float8 the memory of the rope columns, which have been multiplied;
     # of few rows [2, 64, rows], transposed
-    m0: gl.shared_memory_descriptor  # [1, rows]: running maxima, by their writers
+    m0: gl.shared_memory_descriptor  # [1, rows]: running max, by its writer
     m1: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor  # [2, rows]: sums at the end of a fragment
-    changed: gl.tuple  # of 2, [4]: whether maxima are new, by warp
+    changed: gl.tuple  # of 2, [4]: whether a running max has changed, by warp
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_free: gl.shared_memory_descriptor  # [1, 1]
-    # Each barrier has memory of its own, or the compiler guards one wait from the next.
+    # Each barrier is a separate allocation, or the compiler would synchronise between one wait and the next.
     full: gl.tuple  # of 2 pieces; of float8 of 2 blocks
     free: gl.tuple  # of 4; of few rows of 2
     rope_full: gl.tuple  # of 2
     scored: gl.tuple  # of 1: block 0; of few rows and of float8 there is none
-    ready: gl.tuple  # of 2: weights and maxima; of few rows there are none
+    ready: gl.tuple  # of 2: weights and running max; of few rows there are none
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
-    scales: gl.tuple  # of 8, [4, 64]: by groups of columns what scores are multiplied by, in float32, and then, in 16
-    # bits, scales of values; as `ok`
-    by_warp: gl.tuple  # of few rows, of 2, float32 [4, rows]: maxima or sums of each warp of a consumer
+    scales: gl.tuple  # of 8, [4, 64], as `ok`: for each scale group the factors of scores, in float32, and then, in 16
+    # bits, the scales of values
+    by_warp: gl.tuple  # of few rows, of 2, float32 [4, rows]: max or sum of each warp of a consumer
     parts: gl.tuple  # of few rows, float32 [2, 256, rows]: half of a consumer's output, which the other one completes
     S: object
 
@@ -63,26 +63,26 @@ class Shared:
 
     @gluon.jit
     def wait(self, full, u):
-        """Until what a barrier of pair u stands for is there for products: gathered rows were not written by TMA."""
+        """Waits for a barrier of pair u; gathered rows, which TMA did not write, need a fence before products."""
         mbarrier.wait(full, u & 1)
         if self.S.gather:
             fence_async_shared()
 
     @gluon.jit
     def wait_half(self, u, b: gl.constexpr, half: gl.constexpr):
-        """Until half a block of pair u is there."""
+        """Waits for half a block of pair u."""
         EACH: gl.constexpr = self.S.pieces // 2
         for i in gl.static_range(EACH):
             self.wait(self.full[(2 * b + half) * EACH + i], u)
 
     @gluon.jit
     def weights(self, b: gl.constexpr):
-        """The place for weights of block b."""
+        """The buffer for weights of block b."""
         return self.p.index(b if self.S.fp8 else 0)
 
     @gluon.jit
     def maximum(self, b: gl.constexpr):
-        """Where the maximum of consumer b travels."""
+        """The buffer for the running max that consumer b sends."""
         line = self.m0.index(0)
         if b == 1:
             line = self.m1.index(0)
@@ -108,7 +108,7 @@ def apart(N: gl.constexpr, COUNT: gl.constexpr = 1):
 
 @gluon.jit
 def lines(DTYPE: gl.constexpr):
-    """For each group of columns [4, 64]; with memory of its own, or the compiler guards one store from the next."""
+    """[4, 64] for each scale group; separate allocations, or the compiler would synchronise between stores."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     made = ()
     for _ in gl.static_range(4):
@@ -154,13 +154,13 @@ def new_shared(a):
     scales = ()
     if a.S.fp8:
         scales = lines(gl.float32) + lines(DTYPE)
-    # What is gathered arrives once for each thread of the producer; with rope columns come flags. What is stored
-    # arrives once: flags, and all latent columns of a block in float8.
+    # Gathered copies arrive once for each thread of the producer; flags come with the rope columns. Stores arrive once:
+    # flags, and all latent columns of a block in float8.
     if a.S.fp8:
         full = apart(2)
     else:
         full = apart(2 * a.S.pieces, 128 if a.S.gather else 1)
-    # No barrier that nobody waits at: the compiler would lay it over memory that is in use.
+    # Allocate no barrier that nobody waits at: the compiler would place it over memory that is in use.
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed, barriers(1, 1), barriers(1, 2), full,
         apart(2 if a.S.narrow else 4), apart(2, 129 if a.S.gather else 1), apart(0 if a.S.narrow or a.S.fp8 else 1),

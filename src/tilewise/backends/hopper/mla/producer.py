@@ -1,4 +1,4 @@
-"""The producer: one warp that looks pages up and brings them by TMA."""
+"""The producer: one warp that looks up pages and loads them by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,14 +9,14 @@ from .tile_scheduler import fragment, keys_of
 
 @gluon.jit
 def pages_of(a, seq, block, n):
-    """The pages that hold a block of 64 keys (of a small page size several), and the row to begin at."""
+    """The pages that hold a block of 64 keys (several if pages are small), and the first row in the page."""
     block = gl.minimum(block, gl.maximum(n - 1, 0) // 64)  # a pair's second block may be past the end
     COPIES: gl.constexpr = 64 // a.S.page_rows
     row = block * 64
     pages = ()
     for i in gl.static_range(COPIES):
         if a.S.paged:
-            # Pages past the last one have no place in the table; what is read instead of them is hidden.
+            # Pages past the last one are not in the table; what is read instead of them is hidden.
             at = gl.minimum(row + i * a.S.page_rows, gl.maximum(n - 1, 0)) // a.page_size
             page = gl.load(a.TABLE + seq.to(gl.int64) * a.table_b + at)
         else:
@@ -29,7 +29,7 @@ def pages_of(a, seq, block, n):
 
 @gluon.jit
 def copy(a, desc, tile, full, pages, row, column, WIDTH: gl.constexpr):
-    """64 keys of WIDTH columns."""
+    """Copies 64 keys of WIDTH columns by TMA."""
     COPIES: gl.constexpr = 64 // a.S.page_rows
     ROWS: gl.constexpr = a.S.page_rows
     if COPIES == 1:
@@ -44,7 +44,7 @@ def copy(a, desc, tile, full, pages, row, column, WIDTH: gl.constexpr):
 
 @gluon.jit
 def fill_piece(a, sh, pages, row, place: gl.constexpr, piece: gl.constexpr):
-    """A piece of the latent columns, to one of the places of a pair."""
+    """Loads a piece of the latent columns to one of the buffers of a pair."""
     WIDTH: gl.constexpr = a.S.width
     full = sh.full[place]
     mbarrier.expect(full, 64 * WIDTH * 2)
@@ -53,7 +53,9 @@ def fill_piece(a, sh, pages, row, place: gl.constexpr, piece: gl.constexpr):
 
 @gluon.jit
 def fill_block(a, sh, u, pages, row, b: gl.constexpr):
-    """Block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was later."""
+    """Loads block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was
+    released later.
+    """
     EACH: gl.constexpr = a.S.pieces // 2
     if a.S.narrow:
         mbarrier.wait(sh.free[b], (u & 1) ^ 1)
@@ -79,14 +81,14 @@ def prefetch_text(size):
 
 @gluon.jit
 def prefetch_bytes(pointer, SIZE: gl.constexpr):
-    """Brings memory to L2, by one lane."""
+    """Prefetches memory to L2, by one lane."""
     TEXT: gl.constexpr = prefetch_text(SIZE)
     gl.inline_asm_elementwise(TEXT, "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def prefetch(a, tile, pages, row, more, b: gl.constexpr):
-    """Brings block b of the next pair to L2. Tiles of the same keys take turns: neighbours run side by side."""
+    """Prefetches block b of the next pair to L2. Tiles with the same keys take turns: neighbours run concurrently."""
     if a.S.prefetch:
         COPIES: gl.constexpr = 64 // a.S.page_rows
         if more & ((a.tiles == 1) | (tile % 2 == b)) & (row + a.S.page_rows <= a.page_size):
@@ -96,7 +98,7 @@ def prefetch(a, tile, pages, row, more, b: gl.constexpr):
 
 @gluon.jit
 def fill_queries(a, sh, w, f):
-    """Query rows of fragment number f."""
+    """Loads the query rows of fragment number f."""
     PIECES: gl.constexpr = a.S.pieces
     mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
     full = sh.q_full.index(0)
@@ -124,7 +126,7 @@ def produce(a, run, sh):
         n_after = keys_of(a, after)
         fill_queries(a, sh, w, f)
         for i in range(first, w.last):
-            # The next pair's pages are looked up before this one's places are free.
+            # The next pair's page numbers are prefetched before this one's buffers are free.
             inside = i + 1 < w.last
             n = gl.where(inside, w.n, n_after)
             its = gl.where(inside, seq, after)

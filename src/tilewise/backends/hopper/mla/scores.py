@@ -9,9 +9,9 @@ SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 @gluon.jit
 def start_scores(a, sh, w, u, b: gl.constexpr):
-    """Starts S of block b of pair u, a commit for each piece: what is under way, to be finished by `end_scores`."""
+    """Starts S of block b of pair u, with a commit for each piece; `end_scores` waits for it."""
     PIECES: gl.constexpr = a.S.pieces
-    none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
+    none = u >> 31  # 0, unknown to the compiler, which would keep registers for the address of each operand
     s = gl.zeros([64, 64], gl.float32, SCORE)
     rope = sh.k_rope.index(b).permute((1, 0))
     if a.S.fp8:
@@ -21,7 +21,7 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
         for i in gl.static_range(PIECES):
             k = sh.piece(b * PIECES + i + none).permute((1, 0))
             s = warpgroup_mma(sh.q.index(i + none), k, s, use_acc=i > 0, is_async=True)
-            ratio = scales_of(sh, u, b, i, SCORE)  # loaded beside the product
+            ratio = scales_of(sh, u, b, i, SCORE)  # loaded while the product runs
             s, ratio = warpgroup_mma_wait(0, deps=(s, ratio))
             s = s * ratio[None, :]
         s = warpgroup_mma(sh.q_rope, rope, s, is_async=True)
@@ -37,14 +37,14 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
 
 @gluon.jit
 def end_scores(s, UNDER_WAY: gl.constexpr):
-    """S, when no more than UNDER_WAY later products are under way."""
+    """S, after a wait that leaves up to UNDER_WAY later products in flight."""
     return warpgroup_mma_wait(UNDER_WAY, deps=(s,))
 
 
 @gluon.jit
 def scales_of(sh, u, b: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr, VALUES: gl.constexpr = 0):
-    """What S of block b of pair u is multiplied by after a group of columns, [64] with keys as columns; of VALUES their
-    scales.
+    """What S of block b of pair u is multiplied by after a scale group, [64] with keys as columns; with VALUES, the
+    scales of the values.
     """
     return sh.scales[4 * VALUES + group].index((u & 1) * 2 + b).load(gl.SliceLayout(0, LAYOUT))
 
@@ -60,7 +60,7 @@ def hide(s, base, hi):
 
 @gluon.jit
 def visible(a, sh, s, u, base, hi, masked, b: gl.constexpr):
-    """S with -inf for keys of block b of pair u that are hidden."""
+    """S with -inf for hidden keys of block b of pair u."""
     if a.S.gather:
         ok = sh.ok[0].index((u & 1) * 2 + b).load(gl.SliceLayout(0, SCORE))
         s = gl.where(ok[None, :] > 0, s, float("-inf"))

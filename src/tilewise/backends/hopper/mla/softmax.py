@@ -1,29 +1,29 @@
-"""From scores to weights, and values that weights of 0 would not hide."""
+"""From scores to weights; and clears values that weights of 0 would not hide."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# A maximum is replaced by one that is larger by so many powers of 2, which is seldom. Then outputs are rescaled.
+# The running max is replaced by one that is larger by so many powers of 2, which is rare. Then outputs are rescaled.
 LATE = gl.constexpr(8.0)
 
 
 @gluon.jit
 def finite(m):
-    """What is subtracted for a maximum: nothing seen yet must not give -inf - -inf."""
+    """What is subtracted for a running max: 0 if nothing was seen yet, since -inf - -inf is NaN."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
 def alpha_of(a, m, m_new):
-    """What sums so far are multiplied by when the maximum becomes `m_new`."""
+    """alpha, by which sums so far are rescaled when the running max becomes `m_new`."""
     return gl.exp2((m - finite(m_new)) * a.factor)
 
 
 @gluon.jit
 def to_weights(a, s, top, m, KEYS: gl.constexpr):
-    """P in float32, with keys in dimension KEYS as in S, whose maxima are `top`; the new maxima, and where they are
-    new.
+    """P in float32, with keys in dimension KEYS as in S, whose maxima are `top`; the new running max, and where it has
+    changed.
     """
     higher = (top - m) * a.factor > LATE
     m_new = gl.where(higher, top, m)
@@ -34,18 +34,18 @@ def to_weights(a, s, top, m, KEYS: gl.constexpr):
 
 @gluon.jit
 def clear_hidden(a, sh, masked, n, base, b: gl.constexpr, half: gl.constexpr):
-    """Zeros for values that weights of 0 would not hide: those past the last key, and what is not finite in keys that
-    some queries do not see. Those that see such a key have NaN in their scores, for values are columns of keys.
+    """Zeroes values that weights of 0 would not hide: those past the last key, and non-finite ones of keys that some
+    queries do not see. Queries that see such a key have NaN in their scores, since values are columns of keys.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = sh.k_rope.layout
     if not a.S.gather:
-        first = n  # key that is not seen by all
+        first = n  # the first key that not every query sees
         if a.S.causal:
             first = n - (a.q_len - 1)
         if masked & (base + 64 > first):
             row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-            for i in range(4 + (n >> 31)):  # 4, not unrolled: instructions that are used once come from memory
+            for i in range(4 + (n >> 31)):  # 4, not unrolled: code that runs once is fetched from memory
                 tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
                 v = tile.load(WIDE)
                 ok = (base + row < first)[:, None]

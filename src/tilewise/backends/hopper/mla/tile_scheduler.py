@@ -1,15 +1,15 @@
-"""Which keys belong to which program.
+"""The tile scheduler: which keys belong to which program.
 
 Keys are counted in pairs of blocks (128 keys); a sequence has at least one pair. The pairs of all sequences, one after
-the other, are cut into runs of `size` pairs, at most `splits` of them. Each tile of query rows has a program for each
+the other, are split into runs of `size` pairs, at most `splits` of them. Each tile of query rows has a program for each
 run, and programs of a run are neighbours, so that its keys are read from HBM once and from L2 for the other tiles.
 
-The size is the smallest that will do, or the next one that fits the longest sequence (a multiple of its pairs, or an
-equal share of them) where that leaves so many fewer sequences cut that the longer runs cost less than combining them.
+The size is the smallest that suffices, or the next one that fits the longest sequence (a multiple of its pairs, or an
+equal share of them) if so many fewer sequences are split that the longer runs cost less than combining them.
 
-A run is cut at the ends of sequences into fragments. A fragment that is not a whole sequence leaves its output to be
-combined, as partial 2 split if it is the first of its run, else as partial 2 split + 1. Of each sequence the kernel
-writes the partial of its first fragment and the number of fragments; the others are the first ones of their runs.
+A run is split at the ends of sequences into fragments. A fragment that is not a whole sequence writes a partial: number
+2 split if it is the first of its run, else 2 split + 1. For each sequence the kernel writes the partial of its first
+fragment and the number of fragments; the others are the first ones of their runs.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ..signature import struct
 
-RUN = gl.constexpr(128)  # sequences that are looked at together
+RUN = gl.constexpr(128)  # sequences that are read together
 CUT = gl.constexpr(7)  # half pairs by which each program is longer when all runs cut a sequence
 
 
@@ -33,7 +33,7 @@ def keys_of_row(a, b):
 
 @gluon.jit
 def keys_of(a, seq):
-    """Keys of a sequence, or of several; with indices as many as there are of these."""
+    """Keys of a sequence, or of several; with indices, the number of indices."""
     if a.S.gather:
         n = seq * 0 + a.chosen
     else:
@@ -80,7 +80,7 @@ def even_run_of(a, split):
 
 @gluon.jit
 def any_run_of(a, split):
-    # Every warp looks at all of them: sums within a warp need no barrier.
+    # Every warp reads all of them: sums within a warp need no barrier.
     EACH: gl.constexpr = gl.BlockedLayout([RUN // 32], [32], [gl.num_warps()], [0])
     total = 0
     longest = 1
@@ -91,7 +91,7 @@ def any_run_of(a, split):
         longest = gl.maximum(longest, gl.max(pairs, 0))
     size = gl.cdiv(total, a.splits)
     other = fitting(size, longest)
-    gain = 0  # sequences cut with `size`, less those with `other`
+    gain = 0  # splits of sequences with `size`, minus those with `other`
     seq = 0
     start = 0  # of the sequence
     other_seq = 0
@@ -176,7 +176,7 @@ def fragment(a, seq, first, left, tile):
     if a.S.causal:
         seen = gl.maximum(n - (a.q_len - 1), 0)
     whole = gl.minimum(gl.maximum(seen // 128, first), last)
-    if a.S.gather:  # every pair is told which of its keys count
+    if a.S.gather:  # every pair has flags for which of its keys count
         whole = last
     b, query, head = place_of(a, seq, tile)
     return Fragment(seq, n, first, last, whole, pairs, b, query, head)

@@ -1,1 +1,1 @@
-"""The backward pass on GPUs: launches, kernels, and how they are cut."""
+"""The backward pass on GPUs: launches, kernels and launch heuristics."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Pointers, and the fields of `BackwardTensors` or of its forward `Tensors` that they are.
+# Pointer arguments, and the fields of `BackwardTensors` or of its forward `Tensors` that they come from.
 TENSORS = {
     "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "TREE": "tree_mask", "SLOPES": "alibi_slopes",
     "PLACES": "places", "Q_BIAS": "q_bias", "K_BIAS": "k_bias",
@@ -15,7 +15,7 @@ GRADIENTS = {
 }  # fmt: skip
 ROWS_ONLY = ("OUT", "SINKS", "DLSE", "DSLOPES")  # read or written by the kernels of `rows.py` alone
 WORKSPACES = ("DELTA", "DROWS", "FLAGS", "LIST", "RANK")
-STRIDES = {  # of a tensor, the dims that are strided over
+STRIDES = {  # the dims of each tensor whose strides are passed
     "q": "bhl", "k": "bhl", "v": "bhl", "do": "bhl", "lse": "bhl", "dq": "bhl", "dk": "bhl", "dv": "bhl",
     "mask": "bhqk", "dmask": "bhqk", "list": "bhqn", "slopes": "b", "tree": "bq", "qb": "bhl", "kb": "bhl",
 }  # fmt: skip
@@ -23,7 +23,7 @@ SCALARS = (
     "batch", "heads", "rows", "q_len", "kv_len", "total_q", "total_k", "q_offset", "scale", "softcap", "rules",
     "swizzle", "mask_heads", "tiles_q", "tiles_k",
 )  # fmt: skip
-SIZES = [name for name in SCALARS if name not in ("scale", "softcap")]  # 1 and multiples of 16 are no special cases
+SIZES = [name for name in SCALARS if name not in ("scale", "softcap")]  # not specialised for 1 or multiples of 16
 NAMES = [
     *(name for name in (*TENSORS, *GRADIENTS) if name not in ROWS_ONLY), *WORKSPACES,
     *(f"{name}_{dim}" for name, dims in STRIDES.items() for dim in dims), *SCALARS,

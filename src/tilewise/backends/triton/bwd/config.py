@@ -1,4 +1,4 @@
-"""How a backward pass is cut for the GPU: plain functions of a `Problem`."""
+"""Launch heuristics of the backward pass: plain functions of a `Problem`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ...gpu.target import INTERPRETER, Target
 from ..operands import operand
 from .spec import BackwardConfig, BackwardSpec, Tile
 
-L2_SWIZZLE = 32 << 20  # bytes of the rows that a swizzle group may hold
-DELTA_ROWS = 32  # rows of a program that sums delta
-SUMMED_ROWS = 1024  # rows that a program which adds up rows loads at once
-CHUNK = 64  # columns of a product where tiles are not kept, and of one of float32 numbers (`add_dot`)
-FEW_ROWS = 16  # queries up to which products of float32 numbers over columns are sums
-SCRATCH = 2048  # bytes of shared memory for reductions and changes of layout, and so many for each warp:
+L2_SWIZZLE = 32 << 20  # bytes of rows that an L2 swizzle group may hold
+DELTA_ROWS = 32  # rows of a program of `sum_delta`
+SUMMED_ROWS = 1024  # rows that a program of `row_sums` loads at once
+CHUNK = 64  # columns of a product where tiles are reloaded, and of a float32 product (`add_dot`)
+FEW_ROWS = 16  # queries up to which float32 products over columns are sums, not MMA
+SCRATCH = 2048  # bytes of shared memory for reductions and layout conversions, and for each warp:
 WARP_SCRATCH = 256
 
 
 def config(problem: Problem, target: Target) -> BackwardConfig:
-    """The launches of a problem on a device, made to fit its shared memory."""
+    """The launch shapes of a problem on a device, fitted to its shared memory."""
     c = _tiles(problem, target)
     return BackwardConfig(
         keys=fitted(problem, c.keys, target, "keys"),
@@ -52,7 +52,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     # dK and dV of 128 keys do not fit together where heads are wider than 128.
     dense = problem.mask is not None and not problem.mask.is_bool
     if wide <= 64:
-        small = Tile(64, 64, 4, 3)  # where a mask is read: programs of a processor hide each other's waits
+        small = Tile(64, 64, 4, 3)  # for masks: programs of an SM hide each other's latency
         if dense:
             return BackwardConfig(Tile(64, 128, 8, 2), small, small)
         return BackwardConfig(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), small)
@@ -65,7 +65,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
-    """For AMD's GPUs, by what their compiler keeps in registers; none has been measured."""
+    """Tiles for AMD GPUs, chosen by register use as compiled; none has been measured."""
     if target.rdna:
         few = is_crowded(problem) or problem.rules.flags.jumps or (problem.softcap > 0 and wide > 64)
         return Tile(16, 32, 8, 1) if few else Tile(32, 32, 4 if wide <= 64 else 8, 1)
@@ -75,13 +75,13 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether a step holds more than scores and operands: a tile of a mask, numbers of rows and columns."""
+    """Whether a step holds more than scores and operands: a mask tile, or biases of rows and columns."""
     return problem.mask is not None or problem.biased
 
 
 def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
-    """The tile, no larger than its call, made smaller until the device's shared memory holds it: fewer stages, then
-    less of what a step loads, then less of what a program keeps.
+    """The tile, clipped to the call's lengths and reduced until it fits shared memory: by fewer stages, then less of
+    what a step loads, then less of what a program keeps.
     """
     p = problem
     tile = replace(tile, BQ=min(tile.BQ, _least(p.q_len)), BK=min(tile.BK, _least(p.kv_len)))
@@ -99,8 +99,8 @@ def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
 
 
 def needed(problem: Problem, tile: Tile, side: str) -> int:
-    """An upper bound on the bytes of shared memory of a launch: what a program keeps, what its steps load, weights on
-    their way between layouts and scratch.
+    """An upper bound on the bytes of shared memory of a launch: what a program keeps, what its stages load, weights
+    during layout conversion, and scratch.
     """
     p = problem
     s = spec(p, tile, target=None)
@@ -112,13 +112,13 @@ def needed(problem: Problem, tile: Tile, side: str) -> int:
 
 
 def is_float32(problem: Problem) -> bool:
-    """Whether any product is one of float32 numbers."""
+    """Whether any product has float32 operands."""
     p = problem
     return len({p.q_dtype, p.k_dtype, p.v_dtype}) > 1 or DTYPE_NAMES[p.q_dtype] == "f32"
 
 
 def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> BackwardSpec:
-    """What a kernel is compiled for; `what` it computes of the gradients."""
+    """What a kernel is compiled for; `what`: the gradients that it computes."""
     p = problem
     most = max(tile.BQ, tile.BK)
     device = target or INTERPRETER
@@ -129,7 +129,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
     own: dict[str, Any] = {
         "work": DTYPE_NAMES[p.q_dtype],
         "precision": device.precision(p.allow_tf32),
-    }  # of q's type alone
+    }  # of q and dout: q's type alone
     flags = flags_of(p, tile.BK)
     tail_q = p.packed_q or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
@@ -150,7 +150,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         group=p.group,
         varlen=p.form == "varlen",
         listed=lists_tiles(p),
-        # Of wide heads in any case: the branch keeps what products are described by out of registers, which spill.
+        # Always for wide heads: the branch keeps MMA descriptors out of registers, which spill.
         partial=hides(p) or tail_q or flags["tail"] or max(p.head_dim, p.value_dim) > 256,
         tail_q=tail_q,
         guard="flag" if hides(p) else "",
@@ -163,7 +163,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
 
 
 def hides(problem: Problem) -> bool:
-    """Whether a query may not see a key of its tiles."""
+    """Whether cells of a tile may be hidden."""
     return problem.mask is not None or problem.rules.by_position or problem.biased or problem.tree
 
 
@@ -173,13 +173,14 @@ def skips(problem: Problem) -> bool:
 
 
 def lists_tiles(problem: Problem) -> bool:
-    """Whether the tiles that a mask leaves are listed first. Without a tile map, of masks that are looked at."""
+    """Whether a block-sparsity list is made first: for a mask with a tile map, or one that is classified."""
     p = problem
     return p.mask is not None and (p.tile_map is not None or classifies(p))
 
 
 def swizzle(problem: Problem, of_keys: bool) -> int:
-    """Planes whose tiles are mixed: those whose rows fit the L2 cache together, if some tiles have more to do.
+    """Planes of an L2 swizzle group, whose tiles are interleaved: those whose rows fit L2 together. 1 for packed
+    queries, and where no rule makes some tiles longer than others.
 
     A plane is a KV head, whose programs read its group's queries, or a query head, whose programs read its keys.
     """

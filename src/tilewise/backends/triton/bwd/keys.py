@@ -28,7 +28,7 @@ from .tile import add_product, outer_product, tile_gradients
 
 @triton.jit
 def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
-    """Tile `t` of a head's queries into `state` = (dk, dv, sums of keys) of BK keys; tiles are [BK, BQ]."""
+    """Adds query tile `t` of a head to `state` = (dk, dv, sums for dk_bias) of BK keys; tiles are [BK, BQ]."""
     dk, dv, sums = state
     Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len = rows
     BQ: tl.constexpr = S.BQ
@@ -78,7 +78,7 @@ def key_gradients(a, S):
     if S.guard == "fixup":
         if tl.load(a.FLAGS + pid) == 0:
             return
-    slots = a.kv_len  # rows of K that the sequence has; more than its keys, perhaps
+    slots = a.kv_len  # rows of K of the sequence, perhaps more than its keys
     if S.varlen:
         kv_head, tile, b, first, slots, owned = packed_tile(pid, a.CU_K, kv_heads, a.batch, a.total_k, BK)
         if tile * BK >= slots:
@@ -90,7 +90,7 @@ def key_gradients(a, S):
     q_start, q_len, kv_start, n_keys, offset = sequence(
         b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
     )
-    if S.varlen:  # rows of K past the last sequence are nobody's
+    if S.varlen:  # rows of K past the last sequence belong to none
         kv_start = tl.cast(first, tl.int64)
         n_keys = tl.where(owned, n_keys, 0)
 
@@ -120,7 +120,7 @@ def key_gradients(a, S):
     v = k
     if S.dk or S.dk_bias:
         v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
-    scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
+    scale = tl.cast(a.scale, tl.float32)  # the interpreter passes a subnormal float32 as float64
     rules = (scale, a.softcap, n_keys, numbers)
     dk = ()
     dv = ()

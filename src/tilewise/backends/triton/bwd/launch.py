@@ -6,11 +6,11 @@
     mask_gradients    the gradient of a broadcast mask
     row_sums          gradients of sinks and slopes
 
-Every sum has one order, so that the same call gives the same bits.
+Every sum has a fixed order, so that the same call gives the same bits.
 
-Where cells are hidden, products also multiply what lies under them, by zero. If that was not finite, a gradient has
-become NaN; then a program leaves a flag, and a second launch of the same programs, most of which end at once, does the
-work again with operands in which NaN and Inf count as 0 (`fixup_of`).
+Products also multiply operands under hidden cells, by zero. If such an operand is not finite, a gradient becomes NaN;
+then a program sets a flag, and a second launch of the same grid recomputes the flagged tiles with NaN and Inf in
+operands replaced by 0 (non-finite fix-up, `fixup_of`). Its other programs exit at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Launch = tuple[Kernel, tuple[int, int], Arguments]
 
 
 class Backward:
-    """All that a plan's backward passes have in common."""
+    """The backward launches of a plan: what all its calls share."""
 
     def __init__(self, plan: Plan, c: BackwardConfig, target: Target) -> None:
         p = self.problem = plan.problem
@@ -85,7 +85,7 @@ class Backward:
                 torch.sum(memory["DSINKS"], 0, out=t.dsinks)
 
     def first(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
-        """A call through Triton; with `key`, later ones like it are launched by address."""
+        """Launches through Triton; with `key`, later calls with this key are launched by address."""
         lists, listings = {}, {}
         for side, lister in self.listers.items():
             lists[side], listings[side] = lister.first(of_side(t.forward, side))
@@ -99,7 +99,7 @@ class Backward:
             self.ready[key] = ready, listings
 
     def relaunch(self, t: BackwardTensors, given: Arguments, ready: tuple[list[Any], dict[str, Any]]) -> None:
-        """A call like an earlier one."""
+        """Launches by address."""
         launches, listings = ready
         device = t.dout.device
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -135,7 +135,7 @@ class Backward:
         }
 
     def programs(self, t: BackwardTensors) -> tuple[int, int]:
-        """Programs of dK and dV and of dQ; of packed sequences the most that there can be."""
+        """Grid sizes of dK and dV and of dQ; upper bounds for packed sequences."""
         p, BK, BQ = self.problem, self.config.keys.BK, self.config.queries.BQ
         if p.packed_q:
             return (t.forward.k.shape[2] // BK + p.batch + 1) * p.kv_heads, (p.total_q // BQ + p.batch + 1) * p.heads
@@ -180,7 +180,7 @@ class Backward:
             yield made, (p.batch * p.heads, 1), given
 
     def arguments(self, t: BackwardTensors) -> Arguments:
-        """What all kernels are given, and `grain`, the unit of the strides of q, k, v and dout."""
+        """The arguments of all kernels, and `grain`, the unit of the strides of q, k, v and dout."""
         f, given = t.forward, pointers(t)
         align = alignment(f.q, f.k, f.v, t.dout)
         grain = align if align < 16 else 1
@@ -195,7 +195,7 @@ class Backward:
 
 
 def pointers(t: BackwardTensors) -> Arguments:
-    """The tensors of a call by the names that kernels have for them."""
+    """The tensors of a call by the kernels' argument names."""
     found = {name: getattr(t.forward, source) for name, source in TENSORS.items()}
     found |= {name: getattr(t, source) for name, source in GRADIENTS.items()}
     cells = {"MASK": t.forward.mask, "TREE": t.forward.tree_mask}
@@ -203,9 +203,9 @@ def pointers(t: BackwardTensors) -> Arguments:
 
 
 def fixup_of(kernel: Kernel) -> Kernel | None:
-    """The same kernel for programs that left a flag: it keeps NaN and Inf from products with hidden cells."""
+    """The same kernel for flagged programs: it keeps NaN and Inf from products with hidden cells."""
     spec = kernel.constants["S"]
-    sums = spec.dq or spec.dk or spec.dv  # of products; others know what is hidden
+    sums = spec.dq or spec.dk or spec.dv  # sums of products; the others are masked cell by cell
     if spec.guard != "flag" or not sums or kernel.function not in (key_gradients, query_gradients):
         return None
     constants = {"S": replace(spec, guard="fixup")}
@@ -213,7 +213,7 @@ def fixup_of(kernel: Kernel) -> Kernel | None:
 
 
 def transposed(problem: Problem) -> Problem:
-    """The mask and sizes of a problem with queries and keys in each other's place."""
+    """The mask and sizes of a problem with queries and keys swapped."""
     p = problem
     assert p.mask is not None
     b, h, q, k = p.mask.broadcast
@@ -221,7 +221,7 @@ def transposed(problem: Problem) -> Problem:
 
 
 def of_side(t: Tensors, side: str) -> Tensors:
-    """The tensors that a lister reads, for the side of the keys transposed."""
+    """The tensors that a lister reads, transposed for side "keys" (dK and dV)."""
     if side == "queries":
         return t
     assert t.mask is not None
@@ -238,7 +238,7 @@ def _listed(lists: Lists) -> Arguments:
 
 @ByPlan
 def backward_of(plan: Plan) -> Backward:
-    """The plan's launches."""
+    """The backward launcher of a plan."""
     target = target_of(plan.problem.device)
     if INTERPRETED and target.ptx:
         target = INTERPRETER

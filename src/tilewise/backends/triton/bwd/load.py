@@ -1,4 +1,4 @@
-"""What the kernels of a backward pass load and store: tiles of rows in chunks of columns, and numbers of rows."""
+"""Loads and stores of the backward kernels: tiles of rows in chunks of columns, and per-row values."""
 
 import triton.language as tl
 
@@ -31,9 +31,9 @@ def dout_of(spec):
 
 @triton.jit
 def load_tile(base, start, stride, ok, OP: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `start` on of a tensor, as many as `ok` has, as chunks [N, W]; rows that are not `ok` give 0.
+    """Loads rows `start ..` of a tensor, as many as `ok` has, as chunks [N, W]; rows that are not `ok` give 0.
 
-    With `S.reload` it is only said where they are: each product loads its chunks, one at a time.
+    With `S.reload` it only returns their location: each product loads its chunks, one at a time.
     """
     N: tl.constexpr = ok.shape[0]
     rows = (tl.cast(start, tl.int64) * stride, tl.arange(0, N).to(tl.int64) * stride)
@@ -48,7 +48,7 @@ def load_tile(base, start, stride, ok, OP: tl.constexpr, S: tl.constexpr, MASKED
 
 @triton.jit
 def store_tile(base, start, stride, ok, acc, scale, OP: tl.constexpr):
-    """Chunks [N, W] times a scale to rows `start` on, those that are `ok`, in the type of the memory."""
+    """Stores chunks [N, W] times a scale to rows `start ..` that are `ok`, in the pointer's type."""
     at = base + (tl.cast(start, tl.int64) + tl.arange(0, ok.shape[0])) * stride  # [N]
     scaled = ()
     for i in tl.static_range(len(acc)):
@@ -58,7 +58,7 @@ def store_tile(base, start, stride, ok, acc, scale, OP: tl.constexpr):
 
 @triton.jit
 def load_columns(tile, column, W: tl.constexpr, OP: tl.constexpr):
-    """W columns of a tile that is not kept."""
+    """Loads W columns of a tile that is not kept."""
     base, rows, ok = tile
     first, each = rows
     d = column + tl.arange(0, W)
@@ -68,7 +68,7 @@ def load_columns(tile, column, W: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def load_bias(at, n, stride_k, ok, S: tl.constexpr):
-    """Cells of a float mask, `n` keys from the pointers `at`: one of them is a column. Nothing waits for them yet."""
+    """Loads cells of a float mask, `n` keys from pointers `at`: one of them is a column. Nothing waits for them yet."""
     read = tl.full(ok.shape, 1, tl.int1)
     if S.tail or S.tail_q:
         read = ok
@@ -77,7 +77,7 @@ def load_bias(at, n, stride_k, ok, S: tl.constexpr):
 
 @triton.jit
 def row_offsets(stride, S: tl.constexpr):
-    """Of BQ rows, from the first."""
+    """Offsets of BQ rows from the first."""
     each = tl.arange(0, S.BQ)
     if not S.near:
         each = each.to(tl.int64)
@@ -97,13 +97,13 @@ def load_rows(first, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexp
         lse = tl.load(lse_at)
         delta = tl.load(delta_at)
     if S.partial:
-        lse = tl.where(lse == float("-inf"), 0.0, lse)  # nothing seen: -inf - -inf would be NaN
+        lse = tl.where(lse == float("-inf"), 0.0, lse)  # fully masked: -inf - -inf would be NaN
     return lse, delta
 
 
 @triton.jit
 def load_numbers(X, row, stride, ok, MASKED: tl.constexpr):
-    """One number for each row."""
+    """Loads one number for each row."""
     at = X + row.to(tl.int64) * stride
     if MASKED:
         x = tl.load(at, mask=ok, other=0.0)
@@ -114,7 +114,7 @@ def load_numbers(X, row, stride, ok, MASKED: tl.constexpr):
 
 @triton.jit
 def row_biases(X, row, stride, ok, S: tl.constexpr):
-    """What is added to the scores of queries `row` [BQ]."""
+    """Biases of queries `row` [BQ]; 0 without `q_bias`."""
     x = tl.zeros(row.shape, tl.float32)
     if S.q_bias:
         x = load_numbers(X, row, stride, ok, True)
@@ -123,7 +123,7 @@ def row_biases(X, row, stride, ok, S: tl.constexpr):
 
 @triton.jit
 def tree_rows(TREE, b, tree_b, row, stride, S: tl.constexpr):
-    """Pointers to the rows of a tree mask; without one the numbers of the rows."""
+    """Pointers to the rows of a tree mask; without one, row indices as a placeholder."""
     at = row
     if S.tree:
         at = TREE + tl.cast(b, tl.int64) * tree_b + row.to(tl.int64) * stride
@@ -132,7 +132,7 @@ def tree_rows(TREE, b, tree_b, row, stride, S: tl.constexpr):
 
 @triton.jit
 def mask_rows(MASK, first, stride_q, S: tl.constexpr):
-    """Pointers to a mask's BQ rows from row `first` on; without a mask the numbers of the rows."""
+    """Pointers to a mask's BQ rows from row `first` on; without a mask, row indices as a placeholder."""
     at = tl.arange(0, S.BQ)
     if S.mask != "":
         at = (MASK + tl.cast(first, tl.int64) * stride_q) + row_offsets(stride_q, S)

@@ -1,4 +1,4 @@
-"""The gradient of a broadcast mask: a program for each tile of it, over all that share it, in order."""
+"""The gradient of a broadcast mask: a program for each of its tiles sums over all that share it, in order."""
 
 import triton.language as tl
 
@@ -36,13 +36,13 @@ def mask_gradients(a, S):
     count_h = 1
     if is_summed(S, 1):
         count_h = a.heads
-    # All that a program sums over has the same cells of the mask: a broadcast dim has a stride of 0.
+    # All that a program sums over shares the same mask cells: a broadcast dim has a stride of 0.
     own_row = own_q * BQ + tl.arange(0, BQ)
     own_n = own_k * BK + tl.arange(0, BK)
     own_ok = (own_row < a.q_len)[:, None] & (own_n < a.kv_len)[None, :]
     cells = mask_rows(mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h), own_q * BQ, a.mask_q, S)
     bias = load_bias(cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
-    # Sequences of the same size are gone through in one loop, whose loads come ahead of its products.
+    # Sequences of the same size share one loop, in which loads are pipelined ahead of the products.
     together = count_b
     if S.varlen or S.rules.lengths or S.rules.offset == "rows" or S.rules.affine == "rows":
         together = 1

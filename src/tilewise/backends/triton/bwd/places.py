@@ -1,4 +1,4 @@
-"""Where a program of the backward pass works: its sequence, its head, its tile."""
+"""The work of a backward program: its sequence, its head, its tile."""
 
 import triton.language as tl
 
@@ -9,7 +9,7 @@ from ..mask import find_sequence
 
 @triton.jit
 def tile_of(pid, tiles, planes, swizzle):
-    """The plane and tile of a program: planes in swizzles, in each the first tiles of all its planes come first."""
+    """The plane and tile of a program. Within an L2 swizzle group, the first tiles of all its planes come first."""
     first = pid // (swizzle * tiles) * swizzle
     width = tl.minimum(swizzle, planes - first)
     rank = pid % (swizzle * tiles)
@@ -18,9 +18,9 @@ def tile_of(pid, tiles, planes, swizzle):
 
 @triton.jit
 def packed_tile(pid, CU, heads, batch, total, B: tl.constexpr):
-    """Of packed sequences: a program's head, tile and sequence, that one's first row and rows, and whether it is one.
+    """Packed sequences: a program's head, tile and sequence, the first row and number of rows there, and `owned`.
 
-    Rows past the last sequence are nobody's: their sequence is the last, and they are not its own.
+    Rows past the last sequence belong to none: their sequence is the last one, and `owned` is false.
     """
     tile = pid // heads
     b = find_sequence(CU, tile, batch, B)
@@ -32,7 +32,7 @@ def packed_tile(pid, CU, heads, batch, total, B: tl.constexpr):
 
 @triton.jit
 def sequence(b, CU_Q, CU_K, KV_LENGTHS, Q_OFFSET, q_len, kv_len, q_offset, S: tl.constexpr):
-    """Of batch row `b`: its first row in q, its rows, its first key's row in k, its keys, its first position."""
+    """Of batch row `b`: first row in q, number of rows, first row in k, number of keys, first query position."""
     q_start = b * 0
     kv_start = b * 0
     n_keys = kv_len
@@ -62,7 +62,7 @@ def plane(X, b, head, start, x_b, x_h, x_l, S: tl.constexpr):
 
 @triton.jit
 def wide_strides(b, h, l, S: tl.constexpr):
-    """Strides of a tensor in elements; Triton sees what they are multiples of."""
+    """Strides of a tensor in elements; the product with `grain` shows Triton their alignment."""
     return b * S.grain, h * S.grain, l * S.grain
 
 
@@ -80,7 +80,7 @@ def mask_plane(X, b, head, x_b, x_h):
 
 @triton.jit
 def listed_tiles(LIST, RANK, b, head, tile, list_b, list_h, list_q, list_n, first_t, last_t):
-    """Where the list of the tiles that a mask leaves to `tile` begins, and its range of `first_t .. last_t`."""
+    """Pointer to the block-sparsity list of `tile`, and the range of its entries for tiles `first_t .. last_t`."""
     at = tl.cast(b, tl.int64) * list_b + tl.cast(head, tl.int64) * list_h + tl.cast(tile, tl.int64) * list_q
     ranks = RANK + at * (list_n + 1)
     return LIST + at * list_n, tl.load(ranks + first_t), tl.load(ranks + last_t)

@@ -16,11 +16,11 @@ from .tile import add_product, query_tile
 
 @triton.jit
 def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constexpr):
-    """Key tile `t` into `state` = (dq, sums for the slopes, sums of rows) of BQ queries; tiles are [BQ, BK]."""
+    """Adds key tile `t` to `state` = (dq, sums for the slopes, sums for dq_bias) of BQ queries; tiles are [BQ, BK]."""
     dq, slopes, sums = state
     _, _, _, _, row, row_ok, _, _, _, _, offset, _ = rows
     k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
-    if S.dmask == "cells":  # before the product, which is under way while the next tile begins
+    if S.dmask == "cells":  # before the product, which is in flight while the next tile begins
         to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
             tl.int64
         ) * dmask_k
@@ -54,7 +54,7 @@ def query_gradients(a, S):
         head, tile, b, first, slots, owned = packed_tile(pid, a.CU_Q, a.heads, a.batch, a.total_q, BQ)
         if tile * BQ >= slots:
             return
-        tile = tl.cdiv(slots, BQ) - 1 - tile  # the last rows of a causal sequence have the most to do
+        tile = tl.cdiv(slots, BQ) - 1 - tile  # the last rows of a causal sequence see the most keys
     else:
         tiles = tl.cdiv(a.q_len, BQ)
         at, tile = tile_of(pid, tiles, a.batch * a.heads, a.swizzle)
@@ -64,7 +64,7 @@ def query_gradients(a, S):
     q_start, q_len, kv_start, n_keys, offset = sequence(
         b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
     )
-    if S.varlen:  # rows past the last sequence are nobody's
+    if S.varlen:  # rows past the last sequence belong to none
         q_start = tl.cast(first, tl.int64)
         q_len = slots
         n_keys = tl.where(owned, n_keys, 0)
@@ -102,7 +102,7 @@ def query_gradients(a, S):
     at = mask_rows(mask, tile * BQ, a.mask_q, S)
     k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
     keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
-    scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
+    scale = tl.cast(a.scale, tl.float32)  # the interpreter passes a subnormal float32 as float64
     rules = (scale, a.softcap, n_keys, numbers)
     cells = row
     if S.dmask == "cells":

@@ -14,7 +14,7 @@ def sum_delta(
     OUT, DOUT, DLSE, DELTA, o_b, o_h, o_l, do_b, do_h, do_l, dlse_b, dlse_h, dlse_l, rows, heads,
     S: tl.constexpr,
 ):  # fmt: skip
-    """`delta` [B, H, rows]; 0 - dlse for a row whose output is 0, whatever its dout: it may see nothing."""
+    """`delta` [B, H, rows]; 0 - dlse for a row whose output is 0, whatever its dout: it may be fully masked."""
     BQ: tl.constexpr = S.BQ
     do_b, do_h, do_l = wide_strides(do_b, do_h, do_l, S)
     tiles = tl.cdiv(rows, BQ)
@@ -47,7 +47,7 @@ def row_sums(
     LSE, DELTA, SINKS, DROWS, DSINKS, DSLOPES, CU_Q, lse_b, lse_h, lse_l, heads, rows, q_len,
     S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each batch row and head [B, H], over its rows: minus the sink's weight times delta; DROWS as it is."""
+    """Sums over the rows of each batch row and head [B, H]: of minus the sink's weight times delta, and of DROWS."""
     pid = tl.program_id(0)
     head = (pid % heads).to(tl.int64)
     b = pid // heads
@@ -58,7 +58,7 @@ def row_sums(
         q_len = tl.load(CU_Q + b + 1) - first
         row_b = row_b * 0
     start = (row_b * heads + head) * rows + first
-    of_sink = tl.zeros([BLOCK], tl.float64)  # few numbers, each a sum of many
+    of_sink = tl.zeros([BLOCK], tl.float64)  # float64: few numbers, each a sum of many
     of_slope = tl.zeros([BLOCK], tl.float64)
     for r in range(0, q_len, BLOCK):
         row = r + tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def row_sums(
             at = LSE + row_b * lse_b + head * lse_h + (first + row).to(tl.int64) * lse_l
             lse = tl.load(at, mask=ok, other=float("inf"))
             delta = tl.load(DELTA + start + row, mask=ok, other=0.0)
-            # A row of infinite lse has no gradient: it has no sink and sees nothing, or all weight is the sink's.
+            # A row with infinite lse has no gradient: it is fully masked without a sink, or the sink has all weight.
             live = tl.abs(lse) != float("inf")
             share = tl.exp((sink - tl.where(live, lse, 0.0)).to(tl.float64)) * delta
             of_sink -= tl.where(live, share, 0.0)

@@ -1,4 +1,4 @@
-"""How a backward pass is cut for the GPU, and what its kernels are compiled for."""
+"""Launch shapes of a backward pass, and what its kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The launches of a backward pass. `apart`: dK and dV are computed by a launch each."""
+    """The launches of a backward pass. `apart`: dK and dV are computed by separate launches."""
 
     keys: Tile  # of dK and dV: a program for each BK keys
     queries: Tile  # of dQ: a program for each BQ queries
@@ -31,27 +31,27 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class BackwardSpec(Flags):
-    """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
+    """Compile-time parameters of a kernel. Sizes, strides, windows and lengths are run-time arguments."""
 
-    q: Operand  # and its chunks of columns, which are also those of K
+    q: Operand  # in the same chunks of columns as K
     k: Operand
     v: Operand
     dout: Operand
-    round: str  # q's type, in which weights and gradients of scores are rounded before they are multiplied
+    round: str  # q's type, to which weights and gradients of scores are rounded before they are multiplied
     BQ: int
     BK: int
     group: int  # query heads of one KV head
     reload: bool
-    few: bool  # so few queries that products over columns are sums, not the tensor cores'
+    few: bool  # so few queries that products over columns are sums, not MMA
     varlen: bool
     listed: bool  # iterate over the list of tiles that a mask leaves, rather than over a range
     partial: bool  # some cells of tiles may not be visible
     tail_q: bool  # the queries may end inside a tile
     guard: str  # what is done about NaN and Inf under hidden cells: "", "flag" or "fixup" (`launch.py`)
-    ptx: bool  # the GPU takes NVIDIA's assembly
+    ptx: bool  # the GPU takes inline PTX
     near: bool  # the offsets of a tile's rows in the mask and in lse, from the first, fit int32
-    grain: int  # what the strides of q, k, v, dout and their gradients are given in
-    dq: bool  # what is computed: of the gradients
+    grain: int  # the unit in which strides of q, k, v and dout are passed
+    dq: bool  # the gradients that are computed
     dk: bool
     dv: bool
     dmask: str  # "cells": a gradient for each cell, "sums": over the dims that are `summed`, or ""

@@ -1,11 +1,11 @@
-"""One tile of a backward pass: the weights of BQ queries over BK keys again, and the gradients of their logits.
+"""One tile of a backward pass: recomputes the weights of BQ queries over BK keys, and the gradients of their logits.
 
     p  = exp(logits - lse)
     dl = p (dout v^T - delta)              of the logits, which additive masks and ALiBi slopes share
     ds = dl (1 - tanh^2)                   of the scaled scores, under a softcap
 
-Tiles are [BQ, BK] for dQ and transposed, [BK, BQ], for dK and dV, so that the operand which is summed over lies in
-registers in both. The functions take rows and keys in either shape: one of them as a column, the other as a row.
+Tiles are [BQ, BK] for dQ and transposed, [BK, BQ], for dK and dV, so that in both the operand that is summed over is in
+registers. The functions take rows and keys in either shape: one of them as a column, the other as a row.
 """
 
 import triton.language as tl
@@ -21,8 +21,8 @@ from .load import k_of, load_bias, load_columns, load_numbers, load_tile, v_of
 
 @triton.jit
 def add_dot(s, a, b, OP: tl.constexpr, APART: tl.constexpr = False):
-    """s + a b. Tensor cores cut off what they add up, so a sum of float32 products is made of rounded ones; by fma,
-    since Triton makes a sum of products one product. APART: so are others.
+    """s + a b. Tensor cores truncate when they accumulate, so float32 products are added outside, rounded; by fma,
+    since Triton would merge a dot and an addition into one accumulating dot. APART: other types too.
     """
     if OP.work == "f32" or APART:
         d = tl.dot(a, b, input_precision=precision_of(OP))
@@ -34,8 +34,8 @@ def add_dot(s, a, b, OP: tl.constexpr, APART: tl.constexpr = False):
 
 @triton.jit
 def add_outer(s, a, b, OP: tl.constexpr, S: tl.constexpr):
-    """s + a b^T of chunks [M, W] and [N, W]. Of few rows as a sum of rounded products, whose error is that of a tree of
-    additions: a matrix product in torch has no larger one there, and tensor cores do.
+    """s + a b^T of chunks [M, W] and [N, W]. For few rows as a sum of rounded products, with the error of a tree of
+    additions: a torch matmul has no larger error there, but tensor cores have.
     """
     a = a.to(work_type(OP))
     b = b.to(work_type(OP))
@@ -52,7 +52,7 @@ def outer_product(a, b, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, S: t
     s = tl.zeros([M, N], tl.float32)
     if S.reload:
         W: tl.constexpr = width_of(OP, 0)
-        for column in tl.range(0, OP.columns, W, num_stages=1):  # at run time, or all loads would be done at once
+        for column in tl.range(0, OP.columns, W, num_stages=1):  # not unrolled, or all loads would be issued at once
             s = add_outer(s, load_columns(a, column, W, OP), load_columns(b, column, W, OP), OP, S)
     else:
         for i in tl.static_range(len(OP.widths)):
@@ -72,7 +72,7 @@ def add_product(acc, a, b, OP: tl.constexpr, S: tl.constexpr):
         if S.guard == "fixup":
             x = tl.where(x.to(tl.float32) * 0.0 == 0.0, x, 0.0)
         x = x.to(work_type(OP))
-        # A sum that is still under way when the tile's cells are stored would have every product waited for (C7515).
+        # If a sum were still in flight when the tile's cells are stored, every product would be waited for (C7515).
         result = result + (add_dot(acc[i], a.to(work_type(OP)), x, OP, S.dmask == "cells"),)
     return result
 
@@ -88,10 +88,10 @@ def hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S: tl.constexpr):
 
 @triton.constexpr_function
 def selects(spec):
-    """Whether what a float mask hides must be selected away. Its -inf alone makes weights 0, or NaN where a score is
-    not finite; a gradient is NaN then too, its program leaves a flag, and it is made good.
+    """Whether cells that a float mask hides need a select. Adding -inf alone makes weights 0, or NaN where a score is
+    not finite; then a gradient is NaN too, its program sets a flag, and the fix-up recomputes it.
     """
-    sums = spec.dq_bias or spec.dk_bias  # which have no flag
+    sums = spec.dq_bias or spec.dk_bias  # these have no flag
     return sums or not (spec.guard == "flag" and spec.dmask != "sums" and (spec.dq or spec.dk or spec.dv))
 
 
@@ -144,9 +144,9 @@ def tile_gradients(
     """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
 
     `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask; `added`: biases
-    of rows and keys; `tree`: rows of a tree mask, and its first key. A hidden cell has a weight of 0 and, unless what
-    it hides is not finite, gradients of 0. Where that is made good they are 0 in any case, and in the weights for dV a
-    row whose dout is not finite is NaN: `add_product` does not see it then.
+    of rows and keys; `tree`: rows of a tree mask, and its first key. A hidden cell has a weight of 0 and, unless an
+    operand under it is not finite, gradients of 0. In the fix-up its gradients are always 0, and the weights for dV of
+    a row whose dout is not finite are NaN, since `add_product` replaces that dout by 0.
     """
     scale, softcap, _, numbers = rules
     tree_at, own_keys = tree
@@ -156,12 +156,12 @@ def tile_gradients(
         s = capped(s, scale, softcap, S)
         bent = tl.fma(-s, s, tl.full(s.shape, 1.0, tl.float32))
         factor = softcap
-    EARLY: tl.constexpr = S.linear and S.guard != "fixup"  # hidden before lse, which may be NaN, is taken off
+    EARLY: tl.constexpr = S.linear and S.guard != "fixup"  # hide before lse, which may be NaN, is subtracted
     if S.partial and EARLY:
         if mixed:
             s = hide_cells(s, tl.where(scale < 0, float("inf"), float("-inf")), qpos, n, ok, at, mask_k, rules, S)
-    # x: logits less lse, in natural units or in those of exp2. What is added to them may be huge, and lse then is too:
-    # it is taken off last.
+    # x: logits minus lse, in natural units or in base 2. Biases may be huge, and lse then is too: it is subtracted
+    # last.
     NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.biased or S.mask == "float"
     if S.mask == "float":
         bias = bias.to(tl.float32)
@@ -183,7 +183,7 @@ def tile_gradients(
         x = tl.fma(s, factor, -lse)  # the difference is small and rounded once
     else:
         x = tl.fma(s, factor * LOG2E, -(lse * LOG2E))
-    LAST: tl.constexpr = S.dmask == "sums"  # dl alone is wanted: it is selected, not x
+    LAST: tl.constexpr = S.dmask == "sums"  # only dl is needed: select dl, not x
     if LAST:
         seen = seen_cells(bias, qpos, n, ok, rules, S)
         if S.biased:
@@ -226,8 +226,8 @@ def tile_gradients(
 
 @triton.jit
 def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
-    """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
-    they are loaded.
+    """Keys of tile `t`, their indices, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
+    load them.
     """
     q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k = rows
     K, k_l, V, v_l = keys
