@@ -23,6 +23,7 @@ from compile_matrix import (
     entries,
     refusal,
     report,
+    without_docstrings,
     wrong,
 )
 from tilewise.backends.gpu.target import AMD
@@ -151,3 +152,11 @@ def test_the_record_says_what_was_compiled():
     assert len({(row["case"], row["target"], row["number"]) for row in rows}) == len(rows)
     assert all(record["kernels"][target] <= count for target, count in record["listed"].items())
     assert sum(record["sources"].values()) == len(rows)
+
+
+def test_words_make_no_other_kernel():
+    code = "@jit\ndef f(x):\n    {}return x + 1{}\n"
+    plain = without_docstrings(code.format("", ""))
+    assert without_docstrings(code.format('"""Adds."""\n    ', "  # one more")) == plain
+    assert without_docstrings(code.format("x = x\n    ", "")) != plain
+    assert without_docstrings(code.replace("1", "2").format("", "")) != plain
