@@ -51,6 +51,11 @@ def test_from_mask_equals_brute_force(data):
     assert sum(got.counts()) == got.states.numel()
 
 
+def test_from_spec_refuses_more_tiles_than_memory_holds():
+    with pytest.raises(InvalidArgument, match=r"^tile: .*at most 2147483648 tiles"):
+        TileMap.from_spec(2**29, 2**29, (1, 1), causal=True)
+
+
 def test_from_spec_takes_rules_alone():
     for options, remedy in (({"softcap": 2.0}, "chunk"), ({"is_causal": True}, "did you mean causal")):
         with pytest.raises(InvalidArgument, match=remedy):

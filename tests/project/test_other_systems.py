@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tilewise.core.places import cache_home
+from tilewise.core.cache_home import cache_home
 
 # Before tilewise is imported: no owners of files, no links to be refused, no folders as descriptors, no /proc (so no
 # GNU OpenMP to be found there), no forks to be told of, no list of cores, no locks of files.
@@ -42,7 +42,7 @@ WORKS = (
     + r"""
 import tilewise
 from tilewise.backends.cpu import openmp
-from tilewise.core.places import cache_home
+from tilewise.core.cache_home import cache_home
 from tilewise.tools.doctor import examine, lines
 
 assert openmp.find_parallel() is None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SKIP, MIXED, FULL = 0, 1, 2
+MOST_TILES = 1 << 31  # of `from_spec`, which takes no tensor of that size: a byte each
 
 
 class TileCounts(NamedTuple):
@@ -134,6 +135,8 @@ class TileMap:
             keywords.refuse(unknown, keywords.of(cls.from_spec))
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
+        if (count := -(-Lq // tile[0]) * -(-Lk // tile[1])) > MOST_TILES:
+            raise InvalidArgument("tile", f"{tile}, {count} tiles of {Lq} x {Lk}", f"at most {MOST_TILES} tiles")
         spec, spans = spec_of(Options(**options, kv_lengths=kv_lengths), Lq, Lk, device)
         return cls(span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=spec)
 

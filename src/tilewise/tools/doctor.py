@@ -227,7 +227,7 @@ def _is_there(module: str) -> bool:
 
 
 def _files() -> dict[str, Any]:
-    from ..core.places import cache_home
+    from ..core.cache_home import cache_home
 
     home = cache_home()
     parent = next(folder for folder in (home, *home.parents) if folder.exists())

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from ..core.cache_home import cache_home
 from ..core.extras import MissingPackage, need
-from ..core.places import cache_home
 from ..errors import InvalidArgument
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

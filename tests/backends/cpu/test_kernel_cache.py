@@ -24,7 +24,7 @@ from tilewise.backends.cpu import compiler, kernel_cache
 from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 from tilewise.backends.cpu.codegen.numba_ops import ONE, jit
 from tilewise.backends.cpu.linker import link
-from tilewise.core import places
+from tilewise.core import cache_home
 from tilewise.kv_cache import block_loops
 from tiny_kernel import adding, no_compiler, run_tiny, said
 
@@ -260,11 +260,11 @@ def test_what_others_can_write_to_is_never_loaded(what, monkeypatch):
 def test_root_does_not_load_what_a_user_owns(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 0)
     status = os.stat_result((0o100644, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
-    assert "belongs to user 1000" in places.others_may_change(status)
+    assert "belongs to user 1000" in cache_home.others_may_change(status)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert places.others_may_change(status) is None
+    assert cache_home.others_may_change(status) is None
     roots = os.stat_result((0o100644, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-    assert places.others_may_change(roots) is None
+    assert cache_home.others_may_change(roots) is None
 
 
 def test_a_full_disk_is_no_reason_to_fail(home):
@@ -412,12 +412,12 @@ def test_a_user_without_home_or_name(monkeypatch, tmp_path):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
-    assert places.cache_home() == tmp_path / f"tilewise-{os.getuid()}"
+    monkeypatch.setattr(cache_home.tempfile, "tempdir", str(tmp_path))
+    assert cache_home.cache_home() == tmp_path / f"tilewise-{os.getuid()}"
     assert compile_tiny() == 42
-    assert stat.S_IMODE(places.cache_home().stat().st_mode) == 0o700
-    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
-    assert places.cache_home().parent == Path("/tmp")
+    assert stat.S_IMODE(cache_home.cache_home().stat().st_mode) == 0o700
+    monkeypatch.setattr(cache_home.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    assert cache_home.cache_home().parent == Path("/tmp")
 
 
 def test_loops_of_caches_are_kept_in_the_same_place(monkeypatch, home):

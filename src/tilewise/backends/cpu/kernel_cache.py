@@ -33,7 +33,7 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
-from ...core.places import cache_home, others_may_change
+from ...core.cache_home import cache_home, others_may_change
 
 FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
