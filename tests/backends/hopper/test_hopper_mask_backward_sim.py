@@ -10,9 +10,14 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import torch
+
 import gluon_sim
 from gluon_values import SimError
 from hopper_bwd_sim import Backward
+from tilewise.backends import reference as oracle
+from tilewise.core.tensors import sequences
+from tilewise.reference import visible_cells
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -68,6 +73,63 @@ def test_other_orders_and_a_program_for_each_key_block(name, seed):
 @pytest.mark.parametrize("near", [False, True])
 def test_each_thread_reads_its_own_cells_where_tiles_cannot_be_copied(near):
     simulate(CASES["dense"], KERNELS, mask_tiles=False, dmask_tiles=False, near=near)
+
+
+CLEAN = {"clean": True, "persistent": True, "guarded": False}
+
+
+def gradients(made, kernels, seed, **changes):
+    for gradient in made.call.tensors.gradients().values():
+        gradient.fill_(float("nan"))
+    Backward(made.call.problem, made.call.tensors, **({"persistent": True} | changes)).run(kernels, 2, seed)
+    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
+
+
+def fix_up(name, kernels, seed=0):
+    """The fix-up of inputs with NaN in every slack, and in a row of q and k that some rows see, has the bits of the first
+    launch over clean inputs.
+    """
+    clean = gradients(make_gradients(CASES[name], slack=0.0, grads=MASK), kernels, seed)
+    made = make_gradients(CASES[name], slack=float("nan"), grads=MASK)
+    for gradient, x in gradients(made, kernels, seed, **CLEAN).items():
+        assert torch.equal(x, clean[gradient]), f"d{gradient} of {name} with NaN in the slack"
+    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",))):
+        made = make_gradients(CASES[name], slack=0.0, grads=MASK)
+        f, p = made.call.tensors.forward, made.call.problem
+        seen = torch.stack([visible_cells(seq).expand(p.heads, -1, -1) for seq in sequences(p, f)])
+        row = 57
+        getattr(f, spoilt)[:, :, row] = float("nan")
+        oracle.run(oracle.plan(p), f)
+        got = gradients(made, kernels, seed, **CLEAN)
+        unseen = ~(seen[:, :, row] if spoilt == "q" else seen[..., row])  # [B, H, keys or rows]
+        unseen = unseen.unflatten(1, (got[gone[0]].shape[1], -1)).all(2)  # by all heads of a group
+        assert unseen.any()
+        for gradient in gone:
+            assert torch.equal(clean[gradient][unseen], got[gradient][unseen]), f"{name}: NaN in {spoilt}"
+            assert got[gradient][~unseen].isnan().any(), f"{name}: a NaN that is seen is lost"
+
+
+FIXED = [name for name in CASES if "lengths" not in name and "least" not in name]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fix_up_keeps_bits(name):
+    fix_up(name, KERNELS)
+
+
+FIX_UP_MUTANTS = {
+    "weights that the mask hides": ("bwd.consumer", "        p = gl.where(shown, p, 0.0)\n", "        pass\n"),
+    "dS that the mask hides": ("bwd.consumer", "            ds = gl.where(shown, ds, 0.0)\n", "            pass\n"),
+    "cells of another query": ("bwd.mask", "w, u, i, g, C)\n    return gl.load", "w, u, i * 0, g, C)\n    return gl.load"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
+def test_a_wrong_fix_up_is_noticed(name):
+    file, old, new = FIX_UP_MUTANTS[name]
+    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
+    with pytest.raises((SimError, AssertionError)):
+        fix_up("dense", kernels)
 
 
 def hidden_nan(kernels):

@@ -109,7 +109,7 @@ def cleans(problem: Problem) -> bool:
     """Whether the non-finite fix-up is the kernel itself (clean.py), and not a kernel of its own (nonfinite.py), whose
     sums have another order: there a NaN in a hidden place may change last bits.
     """
-    return CLEANS and problem.mask is None and not is_wide(problem)
+    return CLEANS and not is_wide(problem)
 
 
 def is_wide(problem: Problem) -> bool:

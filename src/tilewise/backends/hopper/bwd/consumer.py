@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
 from .clean import clean_keys, clean_queries
-from .mask import load_mask, masked, own_cells, release_mask
+from .mask import load_mask, masked, own_cells, release_mask, shown_cells
 from .products import start_products, stat_factors, take_turn, wait_for_dq
 from .softcap import LOG2E, capped
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
@@ -119,6 +119,10 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
                 release_mask(a)
         p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+    shown = None
+    if a.S.clean and a.S.mask:  # a row that sees NaN has NaN in its lse, under hidden cells too
+        shown = shown_cells(a, w, u, i, g, C)
+        p = gl.where(shown, p, 0.0)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     if a.S.softcap and a.S.mask:
         release_mask(a)
@@ -128,6 +132,8 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     ds = p * dp
     if a.S.clean:  # a row that sees NaN may have NaN in dP under hidden cells too
         ds = hide(ds, i, lo, hi, score_layout(a.S), EDGES)
+        if a.S.mask:
+            ds = gl.where(shown, ds, 0.0)
     if a.S.dmask and not a.S.dmask_tiles:
         at, there = own_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), w, u, i, g, C)
         gl.store(at, ds.to(a.DMASK.dtype.element_ty), mask=there)
