@@ -1,7 +1,7 @@
 """Tiled attention in plain torch: any call on any device, in memory that does not grow with length.
 
 It runs where no kernel can. For each sequence and each tile of BQ query rows it iterates over the tiles of BK
-keys that hold a visible cell, with the online softmax: running maximum m, sum l and output acc, rescaled when m grows.
+keys that hold a visible cell, with the online softmax: running max m, sum l and output acc, rescaled when m grows.
 Its gradients are in `backward.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Cache writes in plain torch, on any device; the definition for the kernels."""
+"""Cache writes in plain torch, on any device; the reference for the kernels."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from ..signature import Size, struct
 
 
 class CallArguments:
-    """What both backward kernels are given behind their own. The blocks of the narrow one are of keys."""
+    """Arguments of both backward kernels, after their own. Blocks of the narrow kernel are key blocks."""
 
     KV_LENGTHS: object
     Q_OFFSET: object
@@ -19,9 +19,9 @@ class CallArguments:
     group: Size
     q_len: Size
     kv_len: Size
-    q_blocks: Size  # of statistics, of a head of a batch row; packed: of a head, room for all sequences
-    blocks: Size  # of a plane; packed: of a head, room for all sequences
-    planes: Size  # heads of a batch row; packed: heads; split: of each, as many as it has splits
+    q_blocks: Size  # of statistics, per head of a batch row; packed: per head, with room for all sequences
+    blocks: Size  # per plane; packed: per head, with room for all sequences
+    planes: Size  # (batch row, head) pairs; packed: heads; split: times the number of splits
     q_offset: Size
     left: Size  # of a window
     right: Size  # 0 for causal
@@ -32,10 +32,10 @@ class CallArguments:
 
 
 class MaskArguments:
-    """What the kernels of a masked call are given between their own and the call's; nothing without a mask."""
+    """Arguments of kernels with a mask, between their own and the call's; None without a mask."""
 
     mask: object  # [1, 1, BM, 64], in the mask's dtype: 64 keys
-    MASK: object  # the mask and its gradient where they are not described
+    MASK: object  # pointers to the mask and its gradient, where TMA does not copy them
     DMASK: object
     HUGE: object  # int32: whether a query block has a huge lse (`preprocess`)
     mask_b: object
@@ -46,7 +46,7 @@ class MaskArguments:
     dmask_h: object
     dmask_q: object
     dmask_k: object
-    mask_batch: object  # 1: each batch row has a mask of its own; 0: they share it
+    mask_batch: object  # 1: each batch row has its own mask; 0: they share it
     mask_heads: object
 
 
@@ -65,7 +65,7 @@ class BackwardArguments(MaskArguments, CallArguments):
     SEMAPHORES: object  # int32, one for each query block of a head
     COUNTER: object
     FLAG: object  # int32: a gradient is not finite
-    DK: object  # dk and dv once more: tiles that end within a packed sequence are stored by rows; splits: partials
+    DK: object  # pointers to dk and dv, for tiles in which a packed sequence ends, and direct stores; splits: partials
     DV: object
     dk_b: object
     dk_h: object
@@ -73,9 +73,9 @@ class BackwardArguments(MaskArguments, CallArguments):
     dv_b: object
     dv_h: object
     dv_l: object
-    piece: object  # with a converter: [16, 32] of what `dq` describes, and of dQ itself [1, 1, 16, 32]
+    piece: object  # with a converter: descriptors [16, 32] of the tensor of `dq`, and [1, 1, 16, 32] of dQ
     dq16: object
-    DQ: object  # dQ once more, for rows at the end of a packed sequence
+    DQ: object  # pointer to dQ, for rows at the end of a packed sequence
     dq_h: object
     dq_l: object
     splits: object  # programs that share a key block; None is one
@@ -89,9 +89,9 @@ class Buffers:
     do: gl.shared_memory_descriptor  # [do_stages, 1, 1, BM, D]
     stats: gl.shared_memory_descriptor  # [q_stages, BM, 32]
     lse: object  # with softcap or a mask: [q_stages, 1, BM]
-    mask: object  # [2, 1, 1, BM, 64]: a consumer's part each
+    mask: object  # [2, 1, 1, BM, 64]: one part per consumer
     huge: object  # [q_stages, 1]: HUGE of the query block
-    ds: object  # [2, 64, BM]: a consumer's part each; with a mask it lies in `dq` (`ds_place`)
+    ds: object  # [2, 64, BM]: one part per consumer; with a mask dS is in `dq` (`ds_place`)
     dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
     piece: object  # with a converter: [pieces, 16, 32] and, in q's dtype, [2, 1, 1, 16, 32]
     piece16: object
@@ -101,7 +101,7 @@ class Buffers:
     do_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     mask_full: object
-    indices: object  # persistent: [2, 1], indices of key blocks, and their barriers
+    indices: object  # persistent: [2, 1], indices of key blocks, and their mbarriers
     index_full: object
     index_empty: object
     kv_empty: object
@@ -159,7 +159,7 @@ def new_buffers(a):
     index_full = None
     index_empty = None
     kv_empty = None
-    if a.S.persistent:  # a barrier that nobody waits at must not exist: its memory would be given to tiles
+    if a.S.persistent:  # an mbarrier without waiters must not exist: its memory would be given to tiles
         indices = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         index_full = barriers(2, 1)
         index_empty = barriers(2, 5 if a.S.converts else 4)
@@ -186,7 +186,7 @@ def grad_layout(S):
 
 @gluon.constexpr_function
 def row_layout(S):
-    """The same rows in the same lanes by four, 8 columns of a row in a thread."""
+    """The same rows in the same groups of four lanes, with 8 contiguous columns of a row per thread."""
     more = [[0, 1 << n] for n in range(5, S.D.bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *more]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -200,8 +200,8 @@ def dq_layout(S):
 
 @gluon.jit
 def ds_place(a, buf, u, h):
-    """dS^T [64, BM] of consumer h at use u, or tiles of dmask [1, 1, BM, 64]. With a mask it lies where this use's dQ
-    will: shared memory does not hold a mask's tile, dS and two stages of dO.
+    """The buffer of consumer h's dS^T [64, BM] at use u, or of its tile of dmask [1, 1, BM, 64]. With a mask it is that
+    of this use's dQ: shared memory cannot hold a mask tile, dS and two stages of dO.
     """
     BM: gl.constexpr = a.S.BM
     if a.S.dmask_tiles:

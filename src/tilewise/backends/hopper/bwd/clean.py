@@ -1,10 +1,10 @@
-"""The non-finite fix-up by the kernel itself: the same pass again, in which NaN and Inf in q, k and dO count as 0.
+"""Non-finite fix-up by the kernel itself: a second launch, in which NaN and Inf in q, k and dO count as 0.
 
-Products multiply what lies under hidden cells by zero, and `0 * NaN` is NaN. A call whose gradients are not finite is
-flagged, and launched again with `S.clean`: each tile of K, Q and dO is cleaned in shared memory before it is
-multiplied, and dS of hidden cells is selected, so that V may hold anything there. The order of all sums is that of the
-first launch: what is hidden changes no bit. A row that sees NaN has NaN in its lse or its delta, and its gradients are
-NaN all the same. Unless the flag is set, the producer takes no key block, and all partitions end.
+Products multiply inputs under hidden cells by zero, and `0 * NaN` is NaN. A call with non-finite gradients is flagged
+and recomputed by a launch with `S.clean`: each tile of K, Q and dO is cleaned in shared memory before its products, and
+dS of hidden cells is set to 0, so that V may hold anything there. Sums have the same order as in the first launch:
+hidden inputs change no bit. A row that sees NaN has NaN in its lse or its delta, so its gradients are still NaN. Unless
+the flag is set, the producer takes no key block, and all partitions end.
 """
 
 from triton.experimental import gluon
@@ -17,14 +17,14 @@ from .sync import DS_READY, named_barrier
 
 @gluon.constexpr_function
 def rows_layout(D):
-    """Of rows of D columns, 16 bytes a thread."""
+    """Layout of rows of D columns, 16 bytes per thread."""
     lanes = min(32, D // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
 def clean(place, D: gl.constexpr):
-    """Zeros in place of NaN and Inf, in rows [N, D] of shared memory."""
+    """Replaces NaN and Inf by 0 in rows [N, D] of shared memory."""
     x = place.load(rows_layout(D))
     value = x.to(gl.float32)
     place.store(gl.where(value - value == 0, x, gl.zeros_like(x)))
@@ -32,14 +32,14 @@ def clean(place, D: gl.constexpr):
 
 @gluon.jit
 def cleaned():
-    """Both consumers' tiles are clean, for products to read."""
+    """Waits until both consumers' tiles are clean and visible to products."""
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
 
 
 @gluon.jit
 def clean_keys(a, buf, C: gl.constexpr):
-    """K of this consumer, once it is there: both read it for dQ."""
+    """Cleans this consumer's K, once loaded; both consumers read it for dQ."""
     D: gl.constexpr = a.S.D
     clean(buf.k.index(C).reshape([64, D]), D)
     cleaned()
@@ -47,7 +47,7 @@ def clean_keys(a, buf, C: gl.constexpr):
 
 @gluon.jit
 def clean_queries(a, buf, u, C: gl.constexpr):
-    """Q and dO of use u: half of the rows by each consumer."""
+    """Cleans Q and dO of use u, half of the rows by each consumer."""
     D: gl.constexpr = a.S.D
     BM: gl.constexpr = a.S.BM
     HALF: gl.constexpr = a.S.BM // 2

@@ -1,4 +1,4 @@
-"""Which backward passes the Hopper kernels serve, and how: plain functions of a problem."""
+"""Support and launch heuristics of the Hopper backward kernels. Plain functions of a `Problem`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, needs_exact_tanh
 from .spec import BackwardSpec
 
-BN = 128  # keys of a program
-HOP = 3.0  # microseconds from one program's reduction of a query block to the next one's
+BN = 128  # keys of a key block
+HOP = 3.0  # microseconds between the reduce-adds of successive programs to a query block
 PROCESSORS = 132
 PERSISTENT_ROWS = 4096
 CONVERTED_ROWS, SHORT_ROWS = 768, 1536
-STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # of a processor in a microsecond; with a mask, D=64
-# Split key blocks: microseconds of a block's start and end, and bytes of partials that a processor stores in one; of
-# the launch that sums them, and bytes in one; of programs that differ in length, how far they are from an even end.
+STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # FLOPs of an SM per microsecond; with a mask, D=64
+# Split key blocks: microseconds of a block's prologue and epilogue, and bytes of partials that an SM stores per
+# microsecond; the same of the combine launch; the load imbalance of programs that differ in length.
 BLOCK_START, STORE_RATE = 5.0, 26e3
 COMBINE_START, COMBINE_RATE = 6.0, 8e6
 UNEVEN = 1.15
 MOST_SPLITS, MOST_SPLIT_PROGRAMS, LEAST_SAVED = 8, 3 * PROCESSORS, 0.05
-# -lse / scale is kept in q's dtype, in parts: it must not leave their range.
+# -lse / scale is stored as a sum of parts in q's dtype, and must stay within their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
-RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
-CLEANS = False  # until it was checked on a GPU
-FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
+RIGHT, LEFT = 1, 2  # edge flags of `consumer.hide`
+CLEANS = False  # off until checked on a GPU
+FURTHEST = 1 << 29  # largest position: its sum with a window's side fits int32
 
 
 def unstrided(problem: Problem) -> Problem:
-    """The problem over plain positions, which the kernels compute; it must not be one that they refuse."""
+    """The problem over plain positions, without strides, as the kernels compute it. Not for refused problems."""
     rules = problem.rules.unstrided()
     assert rules is not None
     return problem if rules is problem.rules else replace(problem, rules=rules)
@@ -82,17 +82,17 @@ def mask_refusal(problem: Problem) -> str | None:
 
 
 def sums_mask(problem: Problem) -> bool:
-    """Whether the gradient of a broadcast mask is asked for: `mask_sums.py` gives it."""
+    """Whether the gradient of a broadcast mask is requested, which `mask_sums.py` computes."""
     return "mask" in problem.grads and problem.mask is not None and any(problem.mask.broadcast)
 
 
 def skips_cells(problem: Problem) -> bool:
-    """Whether some cells of the mask's gradient are nobody's: those of query blocks that do not see a key block."""
+    """Whether the kernel leaves cells of the mask's gradient unwritten: query blocks that do not see a key block."""
     return not sums_mask(problem) and (problem.rules.by_position or problem.has_lengths)
 
 
 def slower(problem: Problem) -> str | None:
-    """Why the planner leaves a problem that the kernels serve to Triton's (h200/LOG.md, backward #15)."""
+    """Why the planner prefers the Triton backend for a supported problem, or None (h200/LOG.md, backward #15)."""
     p, m = problem, problem.mask
     if m is None:
         return None
@@ -106,14 +106,14 @@ def slower(problem: Problem) -> str | None:
 
 
 def cleans(problem: Problem) -> bool:
-    """Whether the non-finite fix-up is the kernel itself (clean.py), and not a kernel of its own (nonfinite.py), whose
-    sums have another order: there a NaN in a hidden place may change last bits.
+    """Whether the non-finite fix-up reruns the kernel itself (clean.py), not a separate kernel (nonfinite.py), which
+    sums in another order: there a hidden NaN may change last bits.
     """
     return CLEANS and not is_wide(problem)
 
 
 def is_wide(problem: Problem) -> bool:
-    """Whether the kernel of wide heads serves it (wide/kernel.py)."""
+    """Whether the wide-head kernel serves the problem (wide/kernel.py)."""
     return problem.head_dim > 128
 
 
@@ -142,23 +142,23 @@ def spec_of(problem: Problem) -> BackwardSpec:
         dmask="mask" in p.grads and not sums_mask(p),
         persistent=split or persistent(p),
         converts=own_dq,
-        pieces=2 if D == 128 else 4,  # what shared memory has left
+        pieces=2 if D == 128 else 4,  # what fits in the rest of shared memory
         direct=split or direct(p),
         split=split,
-        producer_regs=32 if own_dq and D == 128 else 24,  # with 32 a consumer has 8 fewer
+        producer_regs=32 if own_dq and D == 128 else 24,  # with 32, consumers have 8 registers fewer
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
 
 
 def persistent(problem: Problem) -> bool:
-    """Whether a program takes key blocks one after the other: where few rows see a block (h200/LOG.md, backward #9)."""
+    """Whether the kernel is persistent: where few query rows see a key block (h200/LOG.md, backward #9)."""
     stores_mask = "mask" in problem.grads and not sums_mask(problem)
     return rows_of_block(problem) <= PERSISTENT_ROWS and not (stores_mask and problem.head_dim <= 64)
 
 
 def converts(problem: Problem) -> bool:
-    """Whether the kernel gives dQ in its dtype where it can: two query blocks of 64 a key block take the converter as
-    long as eight steps, and at D=64 it slows long programs with a softcap down (h200/LOG.md, backward #14, #16).
+    """Whether the kernel itself converts dQ to its dtype. Two query blocks of 64 per key block take the converter as
+    long as eight steps, and at D=64 it slows down long programs with a softcap (h200/LOG.md, backward #14, #16).
     """
     p, flags = problem, problem.rules.flags
     if p.mask is not None or not flags.hides_right or not persistent(p):
@@ -169,7 +169,7 @@ def converts(problem: Problem) -> bool:
 
 
 def direct(problem: Problem) -> bool:
-    """Whether dK and dV go straight to global memory: in short programs, and where dQ is converted (backward #14)."""
+    """Whether dK and dV are stored from registers: in short programs, and where dQ is converted (backward #14)."""
     p = problem
     if p.mask is not None or not persistent(p):
         return False
@@ -177,13 +177,13 @@ def direct(problem: Problem) -> bool:
 
 
 def is_short(problem: Problem) -> bool:
-    """Whether programs are short for another reason than a window."""
+    """Whether programs are short, and not because of a window's left side."""
     return rows_of_block(problem) < SHORT_ROWS and not problem.rules.flags.hides_left
 
 
 def splits_of(problem: Problem) -> int:
-    """How many programs share the query blocks of a key block: more than one where too few blocks fill the GPU, or the
-    longest of a causal call takes more than its share (h200/LOG.md, backward #20).
+    """How many programs share the query blocks of a key block: more than one where key blocks are too few to fill the
+    GPU, or the longest one of a causal call takes more than its share (h200/LOG.md, backward #20).
     """
     p = problem
     if not may_split(p):
@@ -196,7 +196,7 @@ def splits_of(problem: Problem) -> int:
 
 
 def may_split(problem: Problem) -> bool:
-    """Whether the split form of the kernel was checked on a GPU."""
+    """Whether split key blocks were checked on a GPU for such problems."""
     p, flags = problem, problem.rules.flags
     other = p.mask is not None or p.packed_q or p.softcap > 0 or p.has_lengths or flags.hides_left
     whole = flags.hides_right or p.kv_len % BN == 0
@@ -204,9 +204,10 @@ def may_split(problem: Problem) -> bool:
 
 
 def time_of(problem: Problem, splits: int) -> float:
-    """Microseconds that the kernel and the sums of partials take, about: by the longest program, and by all of them.
+    """Estimated microseconds of the kernel and the combine, from the longest program and from all of them.
 
-    Programs of one length start together: each waits for the key blocks before it that do (h200/LOG.md, backward #20).
+    Programs of equal length start together: each waits for the earlier key blocks among them (h200/LOG.md, backward
+    #20).
     """
     p, (BM, D) = problem, tile_of(problem)
     step = BM * BN * D * 10 / STEP_FLOPS
@@ -225,12 +226,12 @@ def time_of(problem: Problem, splits: int) -> float:
 
 
 def tile_of(problem: Problem) -> tuple[int, int]:
-    """Rows of a query block, and columns."""
+    """(BM, D): rows and columns of a query block."""
     return (128, 64) if problem.head_dim <= 64 else (64, 128)
 
 
 def planes_of(problem: Problem) -> int:
-    """KV heads, of each batch row; packed: KV heads."""
+    """The number of planes, (batch row, KV head) pairs; packed: KV heads."""
     return problem.kv_heads * (1 if problem.packed_q else problem.batch)
 
 
@@ -257,7 +258,7 @@ def sides(problem: Problem) -> tuple[int, int]:
 
 
 def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
-    """Of the longest sequence, and how many a head of a batch row (packed: a head) has room for."""
+    """Query blocks of the longest sequence, and those allocated per head of a batch row (packed: per head)."""
     p = problem
     longest = -(-p.q_len // BM)
     return longest, p.total_q // BM + p.batch if p.packed_q else longest
@@ -283,10 +284,10 @@ def notes(problem: Problem) -> tuple[str, ...]:
 
 
 def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
-    """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart.
+    """How many planes are interleaved: enough that programs of one plane start at least HOP apart.
 
-    Long causal calls take four times as many: their programs differ in length (h200/LOG.md, backward #4). With a mask,
-    at D=64, fewer are better: key blocks of a plane read the same rows of it (backward #17).
+    Long causal calls use four times as many, since their programs differ in length (h200/LOG.md, backward #4). With a
+    mask, at D=64, fewer are better: key blocks of a plane read the same rows of the mask (backward #17).
     """
     p = problem
     planes = planes_of(p) * splits_of(p)

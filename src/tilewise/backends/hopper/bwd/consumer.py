@@ -21,23 +21,23 @@ from .tile_scheduler import get_index, next_block, work_of
 
 @gluon.jit
 def pack_dq(dq):
-    """[64, 64] as [128, 32] in the order of a warpgroup's registers: 16 bytes of a thread lie together, so that they
-    are stored without bank conflicts. `postprocess` brings them back.
+    """Packs dQ [64, 64] as [128, 32] in the register order of a warpgroup: each thread stores 16 contiguous bytes,
+    without bank conflicts. `postprocess` and `converter.unpack` undo it.
     """
     warp_lane_pairs = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row half, lane // 4, column // 8, lane % 4, column % 2
     return warp_lane_pairs.permute([0, 3, 2, 4, 1, 5]).reshape([128, 32])
 
 
-RIGHT = gl.constexpr(1)  # some rows of the query block come before the first that sees a key
-LEFT = gl.constexpr(2)  # or after the last
+RIGHT = gl.constexpr(1)  # some rows of the query block are before the first one that sees a key
+LEFT = gl.constexpr(2)  # or after the last one
 
 
 @gluon.jit
 def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
-    """P^T [64, BM] of query block i, 0 where a row does not see a key: key j is seen by rows lo[j] .. hi[j] - 1.
+    """P^T [64, BM] of query block i with 0 in hidden cells: key j is seen by rows lo[j] .. hi[j] - 1.
 
-    A thread's columns are 8 m + j with few j, which the compiler does not know, and many m, which it does: each cell
-    costs one comparison with a constant.
+    A thread's columns are 8 m + j, with few j, known at run time, and many m, known at compile time: each cell costs
+    one comparison with a constant.
     """
     BM: gl.constexpr = p.shape[1]
     column = gl.arange(0, BM, gl.SliceLayout(0, SCORES))
@@ -52,7 +52,7 @@ def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
 
 @gluon.jit
 def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr):
-    """This consumer's part of dQ by the 64 keys of consumer h, added to `dq` or in its registers."""
+    """Starts this consumer's part of dQ over the 64 keys of consumer h; ADDS: accumulated into `dq`."""
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     half = ds_place(a, buf, u, h)  # [64, BM]
     if a.S.dmask_tiles:
@@ -67,9 +67,9 @@ def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr
 
 @gluon.jit
 def store_dq(a, buf, u, dq, C: gl.constexpr):
-    """To shared memory, for the reducers."""
+    """Stores dQ to shared memory, for the reducers."""
     z = u % a.S.dq_stages
-    if a.S.mask:  # in the place of dS
+    if a.S.mask:  # dQ overwrites dS
         if a.S.dmask_tiles:
             tma.store_wait(0)
         named_barrier("bar.sync", DS_EMPTY, 256)
@@ -82,7 +82,7 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
 
 @gluon.jit
 def store_ds(a, buf, u, ds16, C: gl.constexpr):
-    """To shared memory, for dQ: dS^T, or dS, which TMA stores from there as cells of the mask's gradient."""
+    """Stores dS^T to shared memory, for dQ; or dS, which TMA also stores from there as the mask's gradient."""
     if not a.S.mask:
         named_barrier("bar.sync", DS_EMPTY + C, 256)
     ds = ds_place(a, buf, u, C)
@@ -93,9 +93,9 @@ def store_ds(a, buf, u, ds16, C: gl.constexpr):
 
 @gluon.jit
 def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    """Query block i, use u of the rings.
+    """Processes query block i, use u of the rings.
 
-    `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in K and V.
+    `u >> 30` is 0, unknown to the compiler, which would else keep registers for every address in K and V.
     """
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
@@ -165,7 +165,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
 
 @gluon.jit
 def hidden_step(a, buf, u, C: gl.constexpr):
-    """The same where no row of the block sees a key of this consumer: only its part of dQ, from the other's dS."""
+    """A step without a visible cell for this consumer: only its part of dQ, from the other consumer's dS."""
     BM: gl.constexpr = a.S.BM
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
@@ -193,7 +193,7 @@ def hidden_step(a, buf, u, C: gl.constexpr):
 @gluon.jit
 def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     for u in range(begin, end):
-        if EDGES > 0 and a.S.BM == 64:  # a tile of 64 x 64 at an edge may have no cell that is seen
+        if EDGES > 0 and a.S.BM == 64:  # a tile of 64 x 64 at an edge may have no visible cell
             if w.sees(a, i, C):
                 dk, dv = step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C, EDGES)
             else:
@@ -206,11 +206,11 @@ def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr,
 
 @gluon.jit
 def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer, C: gl.constexpr):
-    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's, or from registers."""
+    """Stores dK or dV [64, D]: by TMA, through this consumer's half of the buffer of K or V, or from registers."""
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
     if a.S.direct or (a.S.packed and row + 64 > w.kv_end):
-        # A float32 row of eight columns is whole sectors as it is.
+        # In float32 the eight columns that four threads hold are whole sectors already.
         LAYOUT: gl.constexpr = row_layout(a.S) if a.S.direct and not a.S.split else grad_layout(a.S)
         head = w.kv_head
         if a.S.split:
@@ -229,12 +229,12 @@ def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer,
 
 @gluon.jit
 def consume_block(a, buf, index, n, base, C: gl.constexpr):
-    """Key block number n of this program (split: of those with steps), whose steps are uses `base ..` of the rings."""
+    """Processes key block number n of the program (split: of those with steps), whose steps are ring uses `base ..`."""
     w = work_of(a, index)
     D: gl.constexpr = a.S.D
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)
-    # The rows that see each key.
+    # The query rows that see each key.
     lo = key * 0
     hi = key * 0
     if a.S.hides_right:
@@ -265,7 +265,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
     if not a.S.direct:
-        named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
+        named_barrier("bar.sync", DS_READY, 256)  # until the other consumer has read K for the last time
     elif a.S.persistent and not a.S.split:
         gl.thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
@@ -285,7 +285,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
 @gluon.jit
 def consume(a, buf, index, C: gl.constexpr):
     if not a.S.mask:
-        named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)  # nobody reads dS yet
+        named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)  # dS is empty at first
     if a.S.persistent:
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)

@@ -1,4 +1,4 @@
-"""The converter: a warp that turns dQ into q's dtype once nothing is added to it any more, while it lies in L2."""
+"""The converter: a warp that converts dQ to q's dtype after its last reduce-add, while it is in L2."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,12 +7,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .sync import fence_async_global, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
-PIECES = gl.constexpr(16)  # of a query block: 16 rows x 32 columns each
+PIECES = gl.constexpr(16)  # pieces of a query block: 16 rows x 32 columns each
 
 
 @gluon.jit
 def start_piece(a, buf, block, m, piece):
-    """Starts to load piece m of all, which is number `piece` of a query block."""
+    """Starts to load piece number `piece` of a query block, as use m of the ring."""
     full = buf.piece_full.index(m % a.S.pieces)
     mbarrier.expect(full, a.piece.block_type.nbytes)
     tma.async_copy_global_to_shared(a.piece, [(block * PIECES + piece) * 16, 0], full, buf.piece.index(m % a.S.pieces))
@@ -20,13 +20,13 @@ def start_piece(a, buf, block, m, piece):
 
 @gluon.jit
 def unpack(x):
-    """[16, 32] as `consumer.pack_dq` has laid them out: column // 8, lane // 8; lane % 8, row half, column % 2."""
+    """Unpacks [16, 32] as packed by `consumer.pack_dq`: column // 8, lane // 8; lane % 8, row half, column % 2."""
     return x.reshape([4, 4, 2, 4, 2, 2]).permute([4, 1, 2, 0, 3, 5]).reshape([16, 32])
 
 
 @gluon.jit
 def store_piece(a, buf, w, m, head, row, column):
-    """A piece in q's dtype, to row `row` of its sequence."""
+    """Stores a piece in q's dtype, to rows `row ..` of its sequence."""
     out = buf.piece16.index(m % 2)
     if a.S.packed and row + 16 > w.q_len:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
@@ -36,7 +36,7 @@ def store_piece(a, buf, w, m, head, row, column):
         at = plane + (w.q_start + rows).to(gl.int64) * a.dq_l + columns
         there = (rows < w.q_len) & (columns // 8 < a.dq16.shape[3] // 8)
         gl.store(at, out.reshape([16, 32]).load(LAYOUT), mask=there)
-        tma.store_wait(0)  # the next wait counts on a copy from here
+        tma.store_wait(0)  # the next wait assumes one copy per piece, and here is none
     else:
         fence_async_shared()
         tma.async_copy_shared_to_global(a.dq16, [w.b, head, w.q_start + row, column], out)
@@ -44,7 +44,7 @@ def store_piece(a, buf, w, m, head, row, column):
 
 @gluon.jit
 def convert(a, buf, w, block, head, i, m):
-    """Query block i of a head; its pieces are number m .. of all."""
+    """Converts query block i of a head, whose pieces are ring uses `m ..`."""
     BM: gl.constexpr = a.S.BM
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     packed_row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -65,10 +65,10 @@ def convert(a, buf, w, block, head, i, m):
         x = buf.piece.index(n % a.S.pieces).load(LAYOUT)
         if a.S.guarded:  # NaN where a gradient is not finite
             found = gl.where(own_row < w.q_len - row, x * 0.0, 0.0)
-            wrong = gl.sum(gl.sum(found.reshape([4, 4, 8, 4]), 3), 0) != 0.0  # of each thread
+            wrong = gl.sum(gl.sum(found.reshape([4, 4, 8, 4]), 3), 0) != 0.0  # per thread
             gl.store(a.FLAG + wrong.to(gl.int32) * 0, 1, mask=wrong)
         tma.store_wait(1)
-        gl.thread_barrier()  # the piece is in registers, and the one before the last has left
+        gl.thread_barrier()  # the piece is in registers, and its buffer in `piece16` is free
         if piece + a.S.pieces < PIECES:
             start_piece(a, buf, block, n + a.S.pieces, piece + a.S.pieces)
         buf.piece16.index(n % 2).reshape([16, 32]).store(unpack((x * a.scale).to(a.q.dtype)))
@@ -78,7 +78,7 @@ def convert(a, buf, w, block, head, i, m):
 
 @gluon.jit
 def convert_block(a, buf, index, m):
-    """Those query blocks to which this key block adds last."""
+    """Converts the query blocks to which this key block adds last."""
     w = work_of(a, index)
     i = w.top(a)
     g = w.n * 0

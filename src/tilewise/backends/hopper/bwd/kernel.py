@@ -1,14 +1,14 @@
-"""Backward on Hopper in one kernel: dK and dV of 128 keys stay in registers, dQ is added up in global memory.
+"""Backward on Hopper in one kernel: dK and dV of 128 keys stay in registers, dQ is accumulated in global memory.
 
     for each query block i that sees the key block (last first):
-        S^T = K Q^T, dP^T = V dO^T         [64, BM] a consumer, in registers
+        S^T = K Q^T, dP^T = V dO^T         [64, BM] per consumer, in registers
         P^T = exp2(S^T c - lse), dS^T = P^T (dP^T - delta)
         dV += P^T dO, dK += dS^T Q         left operands from registers
         dQ_i = dS K                        dS through shared memory, columns or rows split over the consumers
-        the reducer adds dQ_i to global memory by TMA, in the order of key blocks
+        reducers add dQ_i to global memory by TMA reduce-add, in the order of key blocks
 
-Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), two reducers (TMA reduce-add), perhaps a
-converter (dQ to its dtype).
+Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), two reducer warps (TMA reduce-add),
+optionally a converter warp (dQ to its dtype).
 """
 
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,7 @@ from .reducer import reduce
 def backward(a):
     tile_index = gl.program_id(0)
     if not a.S.persistent:
-        # Programs that wait for others must have started after them.
+        # Drawn from a counter: a program may wait only for programs that started before it.
         tile_index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)
     fence_async_shared()

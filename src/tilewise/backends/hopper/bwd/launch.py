@@ -35,7 +35,7 @@ FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
 
 
 class Step(NamedTuple):
-    """A launch of a call like an earlier one, and the call's names of its pointers and of what its maps describe."""
+    """A compiled launch that later calls repeat, and the call's names of its pointers and of its tensor maps."""
 
     launch: Ready
     pointers: list[str]
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Launcher:
-    """All that a plan's calls have in common: what comes before and after the kernel of a design, which `main` has."""
+    """The launches of a plan: those before and after the main kernels, which subclasses launch in `main`."""
 
     def __init__(self, plan: Plan, spec: Any, BM: int, D: int, value_columns: int) -> None:
         p = self.problem = config.unstrided(plan.problem)
@@ -83,7 +83,7 @@ class Launcher:
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
         self.fix_up = Kernel(fix_up, {"BLOCK": min(FIX_UP_BLOCK, 8192 // D)}, num_stages=1)
         self.ready: dict[Any, list[Step]] = {}
-        self.lock = Lock()  # what is launched lies in memory that all threads share
+        self.lock = Lock()  # all threads share the memory of launch parameters
 
     def __call__(self, t: BackwardTensors) -> None:
         if t.dmask is not None and config.skips_cells(self.problem):
@@ -105,9 +105,9 @@ class Launcher:
             torch.sum(shares, (0, 2), out=t.dsinks)
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
-        """Every tensor by its kernels' name; gradients that nobody asked for get memory of the call's own."""
+        """All tensors by their names in kernels; gradients that were not requested are workspaces."""
         f, device = t.forward, t.dout.device
-        room = -(-self.blocks // 4) * 4  # parts begin at multiples of 16 bytes
+        room = -(-self.blocks // 4) * 4  # parts are aligned to 16 bytes
         ints = torch.empty((1 + (self.problem.mask is not None)) * room + 8, dtype=torch.int32, device=device)
         shares = None
         if t.dsinks is not None:
@@ -142,7 +142,7 @@ class Launcher:
         }
 
     def outer_blocks(self, rows: int, total: int, block: int) -> int:
-        """Blocks of a plane of so many rows; packed: of a head's `total` rows, room for all sequences."""
+        """Blocks of a plane with `rows` rows; packed: of a head with `total` rows, with room for all sequences."""
         p = self.problem
         return total // block + p.batch if p.packed_q else -(-rows // block)
 
@@ -156,7 +156,7 @@ class Launcher:
     def step(
         self, kernel: Kernel, grid: tuple[int, int], arguments: Arguments, names: dict[str, str] | None = None
     ) -> Step | None:
-        """Launches through Triton; returns what later calls launch. `names` are the call's of a kernel's own."""
+        """Launches through Triton; returns what later calls repeat. `names` maps argument names to the call's."""
         maps: dict[Any, TensorMap] = {}
         ready = kernel.first(grid, arguments, maps)
         if ready is None:
@@ -166,7 +166,7 @@ class Launcher:
         return Step(ready, [names.get(x, x) for x in ready.pointers], described)
 
     def first(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
-        """A call through Triton."""
+        """Launches through Triton."""
         p, s = self.problem, self.spec
         arguments = self.arguments(given)
         rows = (self.longest, p.batch * p.heads)
@@ -194,7 +194,7 @@ class Launcher:
         return self.step(self.list, (-(-slots // LISTING["SLOTS"]), 1), sizes, {"CU_K": cu, "TABLE": table})
 
     def again(self, ready: list[Step], at: dict[str, int], device: torch.device) -> None:
-        """A call like an earlier one, with tensors at these addresses."""
+        """Repeats an earlier call's launches, with tensors at these addresses."""
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         with self.lock:
             for launch, pointers, maps in ready:
@@ -203,7 +203,7 @@ class Launcher:
                 launch([at[name] for name in pointers], stream)
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
-        """Of all kernels: tensors, their strides, and sizes."""
+        """The arguments of all kernels: tensors, their strides, and sizes."""
         made: Arguments = dict(given)
         strided = {"q": "q", "k": "k", "v": "v", "o": "OUT", "do": "DOUT", "lse": "LSE", "dlse": "DLSE"}
         for prefix, name in (strided | {"dq": "DQ", "dk": "DK", "dv": "DV"}).items():
@@ -216,7 +216,7 @@ class Launcher:
 
 
 class Bound(Launcher):
-    """One kernel, with dQ added up in global memory."""
+    """One kernel, with dQ accumulated in global memory."""
 
     def __init__(self, plan: Plan, planes: int = 0) -> None:
         p = config.unstrided(plan.problem)
@@ -276,7 +276,7 @@ class Bound(Launcher):
     def kernel_steps(
         self, given: dict[str, Any], arguments: Arguments, own: Arguments, names: dict[str, str]
     ) -> list[Step | None]:
-        """The kernel, with its `own` arguments, and what brings its sums to their dtypes."""
+        """Launches the kernel with its `own` arguments, then `postprocess` and `combine_splits` where needed."""
         p, s = self.problem, own["S"]
         programs = arguments["blocks"] * self.planes
         if s.persistent:
@@ -291,7 +291,7 @@ class Bound(Launcher):
         return steps
 
     def names(self) -> dict[str, str]:
-        """The call's names of what the kernel's arguments are of."""
+        """From the kernel's argument names to the call's tensor names."""
         found = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
         found |= {"piece": "ACC", "dq16": "DQ", "mask": "MASK", "dmask": "DMASK"}
         if self.spec.split:
@@ -302,7 +302,7 @@ class Bound(Launcher):
         return super().arguments(given) | {"blocks": self.k_blocks(given["k"])} | self.mask_arguments(given)
 
     def partials(self, given: dict[str, Any]) -> Arguments:
-        """Where the kernel stores dK and dV of split key blocks."""
+        """Arguments for the partials of dK and dV of split key blocks."""
         if not self.spec.split:
             return {}
         dk, dv = given["DK_PARTIALS"], given["DV_PARTIALS"]
@@ -311,7 +311,7 @@ class Bound(Launcher):
         return {"DK": dk, "DV": dv} | strides
 
     def mask_arguments(self, given: dict[str, Any]) -> Arguments:
-        """What the kernels know of a mask, and who shares a plane of its gradient."""
+        """Arguments of a mask, and of the pairs that share a plane of its gradient."""
         p, x, offset = self.problem, given["MASK"], self.problem.rules.q_offset
         if p.mask is None:
             return {"mask_batch": None, "mask_heads": None}
@@ -328,7 +328,7 @@ class Bound(Launcher):
         }
 
     def spec_for(self, given: dict[str, Any]) -> BackwardSpec:
-        """The spec of a call, whose mask's tiles TMA can copy or not."""
+        """The spec of a call with these tensors: whether TMA can copy tiles of its mask."""
         s, x, dx = self.spec, given["MASK"], given["DMASK"]
         if x is None:
             return s
@@ -356,20 +356,20 @@ class Bound(Launcher):
 
 
 def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [rows, columns] of a matrix."""
+    """A descriptor of tiles [rows, columns] of a matrix."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], GLUON[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
 def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Rows of a float32 matrix."""
+    """A descriptor of tiles [1, columns] of a float32 matrix."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
 
 
 @ByPlan
 def bound_to(plan: Plan) -> Launcher:
-    """The plan's launches."""
+    """The launcher of a plan."""
     if config.is_wide(plan.problem):
         from .wide.launch import WideBound
 

@@ -1,4 +1,4 @@
-"""The cells of an additive mask, where a consumer has the scores that they are added to."""
+"""Cells of an additive mask, in the register layout of the scores that they are added to."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,11 +12,11 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def cells_of(a, X, strides, b, head, row, key, u):
-    """Pointers to cells of 64 keys from `key` on and BM queries from `row` on, as S^T has them; which there are."""
+    """Pointers [64, BM] to the cells of keys `key ..` and queries `row ..`, as in S^T, and which of them exist."""
     BM: gl.constexpr = a.S.BM
     LAYOUT: gl.constexpr = score_layout(a.S)
     b_stride, h_stride, q_stride, k_stride = strides
-    q_stride = q_stride + (u >> 30)  # 0, or offsets would be kept in registers from step to step
+    q_stride = q_stride + (u >> 30)  # 0, unknown to the compiler, which would else keep offsets in registers
     j = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     i = gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
     there = (key + j < a.kv_len) & (row + i < a.q_len)
@@ -30,14 +30,14 @@ def cells_of(a, X, strides, b, head, row, key, u):
 
 @gluon.jit
 def own_cells(a, X, strides, w, u, i, g, C: gl.constexpr):
-    """The same of query block i and this consumer's keys."""
+    """The same for query block i and this consumer's keys."""
     head = w.kv_head * a.group + g
     return cells_of(a, X, strides, w.b, head, i * a.S.BM, w.n * 128 + C * 64, u)
 
 
 @gluon.jit
 def put_huge(places, s, huge):
-    """The producer's: tells the consumers whether a query block has a huge lse, before it arrives for its tiles."""
+    """Producer: publishes whether a query block has a huge lse, before it arrives at the mbarrier of its tiles."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     places.index(s).store(gl.full([1], huge, gl.int32, EACH))
 
@@ -62,7 +62,7 @@ def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
 
 @gluon.jit
 def wide(a, x):
-    """The mask's cells in float32; of bfloat16 two at a time, by an instruction each."""
+    """Converts the mask's cells to float32; bfloat16 in pairs, one instruction per cell."""
     if gl.bfloat16 == a.MASK.dtype.element_ty:
         TEXT: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
         return gl.inline_asm_elementwise(TEXT, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2)
@@ -78,14 +78,14 @@ def shown_cells(a, w, u, i, g, C: gl.constexpr):
 
 @gluon.jit
 def release_mask(a):
-    """This consumer has read its part of the mask's tile."""
+    """Consumer: has read its part of the mask's tile."""
     if a.S.mask_tiles:
         named_barrier("bar.arrive", MASK_EMPTY, 288)
 
 
 @gluon.jit
 def masked(x, factor, bias, minus_lse):
-    """x factor + bias - lse, for exp2. A bias may be huge, and lse then is too: it is taken off last, in natural units,
-    in which the least finite bias stays finite.
+    """x factor + bias - lse, in base 2, for exp2. A bias may be huge, and lse then is too: lse is subtracted last, in
+    natural units, in which the lowest finite bias stays finite.
     """
     return (gl.fma(x, factor, bias) + minus_lse) * LOG2E

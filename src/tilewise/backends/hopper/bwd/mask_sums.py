@@ -1,15 +1,15 @@
 """The gradient of a mask that batch rows or heads share: the sum of dS over all (batch row, head) pairs that do.
 
     for each pair, in order:
-        S^T = K Q^T, dP^T = V dO^T         [64, BM] a consumer, in registers
+        S^T = K Q^T, dP^T = V dO^T         [64, BM] per consumer, in registers
         sum += exp(S^T scale + mask - lse) (dP^T - delta)
 
-A program owns BM queries x 128 keys of the mask, half of the keys a consumer, and writes each cell once: the same bits
-each time, and no cell is kept for each pair. What is hidden is hidden for all pairs: cells are selected once, at the
-end, and whatever is not finite there does not matter.
+A program owns BM queries x 128 keys of the mask, half of the keys per consumer, and writes each cell once: the result
+is deterministic, and nothing is stored per pair. A hidden cell is hidden for all pairs: it is set to 0 once, at the
+end, and non-finite values there have no effect.
 
-Partitions: two consumer warpgroups, which start their products alternately: one has its exponentials while the
-other's products run; a producer warp (two or three pairs are on the way).
+Partitions: two consumer warpgroups, which start their products alternately, so that exponentials of one overlap with
+products of the other; a producer warp (two or three pairs in flight).
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ from .products import stat_factors
 from .softcap import capped
 from .sync import named_barrier
 
-# Hardware barriers; warp_specialize takes those below 6.
+# Named barriers; warp_specialize uses those below 6.
 TURN = gl.constexpr(6)  # and 7: by consumer
 KQ_EMPTY = gl.constexpr(8)  # to 10: by stage
 VO_EMPTY = gl.constexpr(11)  # to 13
@@ -41,13 +41,13 @@ class SumArguments(MaskArguments, CallArguments):
     k: object
     v: object
     do: object
-    stats: object  # row statistics and -lse, as `BackwardArguments` has them
+    stats: object  # row statistics and -lse, as in `BackwardArguments`
     lse: object
-    tiles_k: Size  # of a plane of the mask
+    tiles_k: Size  # key tiles of a plane of the mask
     planes_h: Size  # heads of the mask
     count_h: Size  # heads that share one of its planes
-    pairs: Size  # that share one
-    shift: Size  # of a query's position from its row
+    pairs: Size  # pairs that share one
+    shift: Size  # a query's position minus its row
 
 
 @struct
@@ -68,8 +68,8 @@ class Tile:
     b: gl.tensor  # the first pair, and the mask's plane
     head: gl.tensor
     i: gl.tensor  # the query block
-    key: gl.tensor  # the first
-    pairs: gl.tensor  # none, if no cell is visible by position
+    key: gl.tensor  # the first key
+    pairs: gl.tensor  # 0 if position rules hide the whole tile
 
 
 @gluon.constexpr_function
@@ -95,7 +95,7 @@ def new_buffers(a):
 
 @gluon.jit
 def tile_of(a):
-    """This program's tile, and how many pairs it goes through."""
+    """This program's tile, and its number of pairs."""
     pid = gl.program_id(0)
     key = pid % a.tiles_k * 128
     rest = pid // a.tiles_k
@@ -111,7 +111,7 @@ def tile_of(a):
 
 @gluon.jit
 def load_halves(t, desc, b, kv_head, full, buffer, s):
-    """K or V of both consumers."""
+    """Loads K or V of both consumers."""
     for c in gl.static_range(2):
         tma.async_copy_global_to_shared(desc, [b, kv_head, t.key + c * 64, 0], full, buffer.index(2 * s + c))
 
@@ -127,7 +127,7 @@ def produce(a, buf):
         head = t.head + u % a.count_h
         s = u % STAGES
         block = (b * a.heads + head) * a.q_blocks + t.i
-        huge = gl.load(a.HUGE + block)  # on its way while the producer waits
+        huge = gl.load(a.HUGE + block)  # in flight while the producer waits
         if u >= STAGES:
             named_barrier("bar.sync", KQ_EMPTY + s, 288)
         full = buf.kq_full.index(s)
@@ -147,13 +147,13 @@ def produce(a, buf):
 
 @gluon.jit
 def own_cells(a, X, strides, t, C: gl.constexpr):
-    """Pointers to the mask's cells of a consumer, and which of them there are."""
+    """Pointers to a consumer's cells of the mask, and which of them exist."""
     return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM, t.key + C * 64, 0)
 
 
 @gluon.jit
 def add_pair(a, buf, u, total, cells, factors, C: gl.constexpr):
-    """A pair's dS^T, added to `total`."""
+    """Adds a pair's dS^T to `total`."""
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
     STAGES: gl.constexpr = stages(a.S)
@@ -197,7 +197,7 @@ def consume(a, buf, C: gl.constexpr):
     LAYOUT: gl.constexpr = score_layout(a.S)
     t = tile_of(a)
     factors = stat_factors(a.q.dtype, LAYOUT)
-    # The mask's cells [64, BM], in its dtype: registers hold them for all pairs.
+    # The mask's cells [64, BM], in its dtype, stay in registers for all pairs.
     at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, C)
     cells = gl.load(at, mask=there, other=0.0)
     total = gl.zeros([64, BM], gl.float32, LAYOUT)

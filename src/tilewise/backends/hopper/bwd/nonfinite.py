@@ -1,7 +1,7 @@
-"""The non-finite fix-up of a backward pass: all gradients but a broadcast mask's anew, if one of them is not finite.
+"""Non-finite fix-up of a backward pass: recomputes all gradients but a broadcast mask's, if one is not finite.
 
-Products multiply what lies under hidden cells by zero, and `0 * NaN` is NaN. Here NaN and Inf in q, k, v and dout count
-as 0; a row that sees one has NaN in its lse or its delta, so that its gradients are NaN all the same.
+Products multiply inputs under hidden cells by zero, and `0 * NaN` is NaN. Here NaN and Inf in q, k, v and dout count as
+0; a row that sees one has NaN in its lse or its delta, so its gradients are still NaN.
 """
 
 import triton.language as tl
@@ -13,7 +13,7 @@ from .prepost import keys_of
 
 @triton.jit
 def load_clean(X, start, stride, first, end, width, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Rows `first ..` of X [BLOCK, D], 0 past `end` and for what is not finite."""
+    """Loads rows `first ..` of X [BLOCK, D], with 0 past `end` and for non-finite elements."""
     row = first + tl.arange(0, BLOCK)
     column = tl.arange(0, D)
     at = X + (start + row).to(tl.int64)[:, None] * stride + column[None, :]
@@ -32,7 +32,7 @@ def store_rows(X, start, stride, first, end, width, value, BLOCK: tl.constexpr, 
 @triton.jit
 def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, softcap, MASK, mask_q, mask_k,
           SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """P, dS and the gradients of logits [BLOCK, BLOCK] of query rows `top ..` and keys `first ..`."""
+    """P, dS and the gradient of the logits, [BLOCK, BLOCK] each, of query rows `top ..` and keys `first ..`."""
     row = top + tl.arange(0, BLOCK)[:, None]
     key = first + tl.arange(0, BLOCK)[None, :]
     seen = (key <= row + shift + right) & (key >= row + shift - left) & (key < kv_len) & (row < q_len)
@@ -90,7 +90,7 @@ def fix_up(
     S: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HAS_DLSE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs take turns at blocks of keys, for dK and dV, and of queries, for dQ; unless FLAG is set, at none."""
+    """Programs share blocks of keys, for dK and dV, and of queries, for dQ. Does nothing unless FLAG is set."""
     if tl.load(FLAG) == 0:
         return
     kv_heads = heads // group
@@ -150,7 +150,7 @@ def fix_up(
             )  # fmt: skip
             kv_head = head // group
             dq = tl.zeros([BLOCK, D], tl.float32)
-            # Of the mask's gradient all keys, past a sequence's length too: the kernel has stored blocks of 128.
+            # The mask's gradient needs keys past a sequence's length too: the kernel has stored blocks of 128.
             for begin in range(0, extent if S.dmask else keys, BLOCK):
                 k_tile = load_clean(k + b * k_b + kv_head * k_h, kv_start, k_l, begin, keys, head_dim, BLOCK, D)
                 v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, value_dim, BLOCK, D_V)

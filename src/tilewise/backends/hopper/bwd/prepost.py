@@ -1,16 +1,16 @@
-"""Before and after the backward kernel: row statistics; dQ, and split dK and dV, to their own type."""
+"""Kernels before and after the backward kernel: row statistics; dQ, and split dK and dV, to their dtype."""
 
 import triton.language as tl
 
 import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MOST_LSE = tl.constexpr(8192.0)  # float32 has it to 0.001
+MOST_LSE = tl.constexpr(8192.0)  # float32 holds it to 0.001
 
 
 @triton.jit
 def query_block(CU_Q, heads, q_len, q_blocks, BM: tl.constexpr, PACKED: tl.constexpr):
-    """Of this program: batch row, head, the sequence's first row and length, and the block's place (`Work.block`)."""
+    """This program's batch row, head, first row and length of the sequence, and block index (`Work.block`)."""
     i = tl.program_id(0)
     plane = tl.program_id(1)
     b = plane // heads
@@ -27,7 +27,7 @@ def query_block(CU_Q, heads, q_len, q_blocks, BM: tl.constexpr, PACKED: tl.const
 
 @triton.jit
 def keys_of(KV_LENGTHS, Q_OFFSET, seq, rows, extent, q_offset, S: tl.constexpr):
-    """Keys in use of a sequence of `extent`, and the position of its first row among them."""
+    """Keys in use of a sequence with `extent` keys, and the position of its first query row among them."""
     keys = extent
     if S.lengths:
         keys = tl.load(KV_LENGTHS + seq)
@@ -42,7 +42,7 @@ def keys_of(KV_LENGTHS, Q_OFFSET, seq, rows, extent, q_offset, S: tl.constexpr):
 
 @triton.jit
 def is_seen(i, keys, shift, left, right, BM: tl.constexpr, S: tl.constexpr):
-    """Whether a key block adds to dQ of query block i (`Work.turn` and `Work.end`)."""
+    """Whether any key block adds to dQ of query block i (`Work.turn` and `Work.end`)."""
     first = 0
     end = tl.cdiv(keys, 128)
     if S.hides_left:
@@ -54,7 +54,7 @@ def is_seen(i, keys, shift, left, right, BM: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def in_parts(x, part, LIKE):
-    """x [BM] as parts [BM, 32] in a narrower type, whose sum (each by its factor, `products.part_factors`) is x."""
+    """x [BM] as parts [BM, 32] in a narrower dtype, whose sum (each times its factor, `products.part_factors`) is x."""
     dtype: tl.constexpr = LIKE.dtype.element_ty
     found = tl.zeros([x.shape[0], part.shape[0]], dtype)
     for n in tl.static_range(4):
@@ -76,12 +76,12 @@ def preprocess(
     BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, MASKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
+    """Row statistics in parts that the products of S and dP sum: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
-    Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
-    sinks' gradient. A softcap comes between the product and the lse, so that LSE2 has it as it is, in units of log 2.
-    With a mask it has it in natural units, which stay finite (a mask may hold -3e38 alone); HUGE notes a block with a
-    huge lse, of which the product takes off nothing.
+    Fully masked rows, and rows past the end, get so low a -lse that their P is 0. SHARES are each block's part of the
+    sinks' gradient. With a softcap, lse is subtracted after the cap: LSE2 holds -lse in float32, in base 2. With a mask
+    it is in natural units, which stay finite (a mask may hold -3e38 alone). HUGE marks blocks with a huge lse, in which
+    the product subtracts nothing.
     """
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -108,7 +108,7 @@ def preprocess(
     if HAS_SINKS:
         share = tl.where(seen, tl.exp(tl.load(SINKS + h) - lse) * delta, 0.0)
         tl.store(SHARES + entry, -tl.sum(share, 0))
-    # Finite, as a part that is infinite would make the others NaN.
+    # Finite, since an infinite part would make the others NaN.
     LOWEST: tl.constexpr = -6e7 if STATS.dtype.element_ty == tl.float16 else -1e30
     part = tl.arange(0, 32)
     apart = tl.where(seen, -lse / scale, tl.where(scale < 0, -LOWEST, LOWEST))
@@ -125,7 +125,7 @@ def preprocess(
     tl.store(SEMAPHORES + entry, 0)
     if SEMAPHORES_2 is not None:  # of the fix-up
         tl.store(SEMAPHORES_2 + entry, 0)
-    if CONVERTS is not None:  # the spec of a kernel that gives dQ where it adds something to it
+    if CONVERTS is not None:  # the spec of a kernel that writes dQ only where a key block adds to it
         seq = tl.program_id(1) // heads
         extent = kv_len
         if PACKED:
@@ -141,7 +141,7 @@ def postprocess(
     ACC, SEMAPHORES, FLAG, CU_Q, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
     BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """dQ to its dtype; AGAIN: if the call is flagged, after its fix-up."""
+    """Unpacks, scales and converts dQ. AGAIN: after the fix-up, only if the call is flagged."""
     if AGAIN:
         if tl.load(FLAG) == 0:
             return
@@ -151,9 +151,9 @@ def postprocess(
         return
     row = i * BM + tl.arange(0, BM)
     column = tl.arange(0, D)
-    there = tl.load(SEMAPHORES + entry) > 0  # without a first addition there is nothing
+    there = tl.load(SEMAPHORES + entry) > 0  # else no key block has written it
     x = tl.load(ACC + entry * (BM * D) + tl.arange(0, BM * D), mask=there, other=0.0)
-    # consumer, warp, column // 8, lane // 4, lane % 4, row half, column % 2: as `consumer.pack_dq` has it
+    # consumer, warp, column // 8, lane // 4, lane % 4, row half, column % 2: as packed by `consumer.pack_dq`
     x = x.reshape([2, 4, 8, 8, 4, 2, 2])
     x = x.permute([1, 5, 3, 0, 2, 4, 6]) if BM == 64 else x.permute([0, 1, 5, 3, 2, 4, 6])
     x = x.reshape([BM, D])
@@ -169,8 +169,8 @@ def combine_splits(
     FLAG, DK, DV, DK_PARTIALS, DV_PARTIALS, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, kv_heads, rows, head_dim, splits,
     ROWS: tl.constexpr, D: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of split key blocks: the sums of their partials [batch, KV heads, splits, rows, D], in order; AGAIN:
-    if the call is flagged, after its fix-up.
+    """Combines dK and dV of split key blocks: sums partials [batch, KV heads, splits, rows, D], in order. AGAIN: after
+    the fix-up, only if the call is flagged.
     """
     if AGAIN:
         if tl.load(FLAG) == 0:
@@ -194,7 +194,7 @@ def combine_splits(
 
 @triton.jit
 def list_blocks(CU_K, TABLE, batch, slots, BN: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr):
-    """The sequence of each key block and its number there; past the last block, one that no sequence has."""
+    """Lists each block's sequence and its number there; past the last block, a number that no sequence has."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     seq = slot * 0
     start = slot * 0
@@ -216,7 +216,7 @@ def list_blocks(CU_K, TABLE, batch, slots, BN: tl.constexpr, SLOTS: tl.constexpr
 
 @triton.jit
 def clear_rest(CU, X, x_h, x_l, batch, total, width, ROWS: tl.constexpr, D: tl.constexpr):
-    """Zeros for the rows past the last packed sequence. A program for each head, and some for its rows."""
+    """Zeroes the rows past the last packed sequence. The grid is (programs per head, heads)."""
     first = tl.load(CU + batch)
     column = tl.arange(0, D)
     for top in range(first + tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):

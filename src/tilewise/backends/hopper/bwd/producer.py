@@ -11,7 +11,7 @@ from .tile_scheduler import next_block, put_index, work_of
 
 @gluon.jit
 def load_keys(a, w, desc, full, buffer):
-    """Both halves of the key block. What is past a sequence's end is another's, or read as 0."""
+    """Loads both halves of the key block. Rows past a sequence's end belong to another one, or read as 0."""
     mbarrier.expect(full, 2 * desc.block_type.nbytes)
     for c in gl.static_range(2):
         row = w.kv_start + w.n * 128 + c * 64
@@ -20,7 +20,7 @@ def load_keys(a, w, desc, full, buffer):
 
 @gluon.jit
 def load_block(a, buf, w, n):
-    """K and V, once the key block before has been stored through their memory."""
+    """Loads K and V, once the previous key block has released their buffers."""
     if a.S.persistent and not a.S.split and n > 0:
         mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)
     load_keys(a, w, a.k, buf.k_full.index(0), buf.k)
@@ -29,7 +29,7 @@ def load_block(a, buf, w, n):
 
 @gluon.jit
 def load_mask(a, buf, w, u, i, head):
-    """Both halves of the mask's tile, once the one before is in registers."""
+    """Loads both halves of the mask's tile, once the previous one is in registers."""
     if u >= 1:
         named_barrier("bar.sync", MASK_EMPTY, 288)
     full = buf.mask_full.index(0)
@@ -41,10 +41,10 @@ def load_mask(a, buf, w, u, i, head):
 
 @gluon.jit
 def produce_block(a, buf, index, n, base, released):
-    """Key block number n of this program, whose steps are uses `base ..` of the rings.
+    """Loads key block number n of this program, whose steps are ring uses `base ..`.
 
-    Split blocks are short, and nothing is stored through the memory of K and V: the next ones are loaded when the last
-    step releases its dO, which it reads later. `released` uses of dO have been waited for.
+    Split blocks are short, and store nothing through the buffers of K and V: these are loaded again when the last step
+    releases its dO, which it does after its last read of K and V. `released`: uses of dO that were waited for.
     """
     w = work_of(a, index)
     BM: gl.constexpr = a.S.BM
@@ -57,7 +57,7 @@ def produce_block(a, buf, index, n, base, released):
         s = u % a.S.q_stages
         block = w.block(a, head, i)
         if a.S.mask_first:
-            huge = gl.load(a.HUGE + block)  # on its way while the producer waits
+            huge = gl.load(a.HUGE + block)  # in flight while the producer waits
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
         row = w.q_start + i * BM
@@ -96,7 +96,7 @@ def produce_block(a, buf, index, n, base, released):
 
 @gluon.jit
 def next_index(a):
-    """Of a persistent program's next key block; past the last one there is none, nor for a fix-up without a flag."""
+    """The index of a persistent program's next key block; past the end if none is left, or a fix-up has no flag."""
     index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     if a.S.clean:
         index = gl.where(gl.load(a.FLAG) != 0, index, a.planes * a.blocks)

@@ -1,4 +1,4 @@
-"""The first products of a consumer's step: S^T and dP^T, with the row statistics taken off."""
+"""The first products of a consumer's step: S^T and dP^T, minus the row statistics."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,13 +11,13 @@ from .sync import SCORES_STARTED, named_barrier
 
 @gluon.constexpr_function
 def part_factors():
-    """What the parts of a float16 statistic count: float16 has not the range of float32."""
+    """Factors of the parts of a float16 statistic, since float16 lacks the range of float32."""
     return (2.0**10, 1.0, 2.0**-10, 2.0**-20)
 
 
 @gluon.jit
 def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
-    """A left operand [64, 16] that adds up the parts of a statistic, the same for each key."""
+    """A left operand [64, 16], the same for each key, whose product with a statistic's parts is their sum."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     if gl.bfloat16 == DTYPE:
         return gl.full([64, 16], 1.0, DTYPE, LAYOUT)
@@ -31,7 +31,7 @@ def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def start_scores(a, buf, u, q, s, adds, factors, C: gl.constexpr):
-    """Starts S^T = K Q^T, added to `s` or in its registers."""
+    """Starts S^T = K Q^T, without a softcap minus lse / scale; `adds`: accumulated into `s`."""
     D: gl.constexpr = a.S.D
     k = buf.k.index(C + (u >> 30)).reshape([64, D])
     s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=adds, is_async=True)
@@ -56,8 +56,8 @@ def start_dp(a, buf, u, zeros, factors, C: gl.constexpr):
 
 @gluon.jit
 def take_turn(a, C: gl.constexpr):
-    """With a mask the second consumer starts its scores after the first, which then has its exponentials earlier: both
-    at a time would wait for one another's. The first tells that it has started, the second waits for it.
+    """With a mask the second consumer starts its scores after the first, whose exponentials then come earlier: started
+    together, they would wait for one another's. The first arrives once it has started, the second waits for it.
     """
     if a.S.mask_first:
         if C == 0:
@@ -68,16 +68,16 @@ def take_turn(a, C: gl.constexpr):
 
 @gluon.jit
 def wait_for_dq(a, buf, u):
-    """Until the dQ before has left the place of use u's."""
+    """Waits until the reducer has read the previous dQ in the buffer of use u."""
     mbarrier.wait(buf.dq_empty.index(u % a.S.dq_stages), ((u // a.S.dq_stages) & 1) ^ 1)
 
 
 @gluon.jit
 def start_products(a, buf, w, u, i, g, factors, C: gl.constexpr):
-    """S^T once it is there, and dP^T under way; whether the block's lse is huge.
+    """S^T, waited for, and dP^T, possibly in flight; and whether the block's lse is huge.
 
-    The scores are q k - lse / scale, with softcap q k. With a mask they are added to its cells / scale, which are
-    loaded while dP is computed; but of a block with a huge lse they are q k.
+    The scores are q k - lse / scale, with a softcap q k. With a mask they are accumulated onto its cells / scale, which
+    are loaded while dP is computed; in a block with a huge lse they are q k.
     """
     BM: gl.constexpr = a.S.BM
     zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
@@ -94,7 +94,7 @@ def start_products(a, buf, w, u, i, g, factors, C: gl.constexpr):
         s = start_scores(a, buf, u, q, s, not huge, factors, C)
         if C == 0:
             take_turn(a, C)
-        wait_for_dq(a, buf, u)  # dS goes there. Not later: between exponentials and dS, their instructions do not mix
+        wait_for_dq(a, buf, u)  # for dS. A wait between exponentials and dS would keep these from interleaving
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     else:
         huge = False

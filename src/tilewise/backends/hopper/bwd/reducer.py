@@ -1,4 +1,4 @@
-"""The reducers: two warps that add dQ to global memory by TMA."""
+"""The reducers: two warps that add dQ to global memory by TMA reduce-add."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,9 +10,9 @@ from .tile_scheduler import get_index, next_block, work_of
 
 @gluon.jit
 def reduce_block(a, buf, index, base, R: gl.constexpr):
-    """Adds dQ of every second query block to global memory, after the key blocks before this one.
+    """Adds dQ of every second query block to global memory, after the earlier key blocks.
 
-    A reduction and its release take longer than a step, so two warps share them, each with a buffer of its own.
+    A reduce-add and its release take longer than a step, so two warps alternate, each with its own buffer.
     """
     gl.static_assert(a.S.dq_stages == 2)
     w = work_of(a, index)

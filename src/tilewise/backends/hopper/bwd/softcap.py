@@ -1,4 +1,4 @@
-"""The softcap of the backward kernel: capped logits and their derivative, by few instructions of the MUFU unit."""
+"""The softcap of the backward kernel: capped logits and their derivative, with few MUFU instructions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,13 +7,13 @@ from ..fwd.softmax import tanh
 from .mask import masked
 
 LOG2E = gl.constexpr(1.4426950408889634)
-CELLS = gl.constexpr(32)  # of a thread, that branch together
+CELLS = gl.constexpr(32)  # cells of a thread that share a branch
 
 
 @gluon.constexpr_function
 def tanh_text(cells):
-    """PTX of tanh(y) of so many cells: where all of a warp are within 0.6 a polynomial, whose absolute error of 1.2e-6
-    16-bit probabilities do not show, else 1 - 2 / (1 + exp(2 y)), with two more MUFU instructions.
+    """PTX of tanh(y) of `cells` cells: a polynomial if all of a warp are within 0.6, whose absolute error of 1.2e-6 is
+    lost in 16-bit probabilities; else 1 - 2 / (1 + exp(2 y)), with two more MUFU instructions.
     """
     c1, c3, c5, c7 = "0f3F7FFFDC", "0fBEAA9161", "0f3E05B662", "0fBD27A596"
     end, one, minus_two, double_log2e = "0f3F19999A", "0f3F800000", "0fC0000000", "0f4038AA3B"
@@ -55,7 +55,7 @@ def one_less_square(t):
 
 @gluon.jit
 def capped(a, x, minus_lse, bias=None):
-    """exp2 of the capped logits of dot products x [64, BM], less the lse, and the softcap's derivative."""
+    """P [64, BM] of dot products x: exp2 of the capped logits minus lse; and the softcap's derivative."""
     cap = a.softcap * LOG2E
     if a.S.exact_tanh or a.S.near_tanh:
         y = x * (a.scale / a.softcap)
@@ -65,7 +65,7 @@ def capped(a, x, minus_lse, bias=None):
         else:
             exponent = gl.fma(t, cap, minus_lse)
         slope = one_less_square(t) if a.S.near_tanh else 1.0 - t * t
-    else:  # tanh(y) = 1 - r with r = 2 / (1 + exp(2 y)), which may be infinite
+    else:  # tanh(y) = 1 - r with r = 2 / (1 + exp(2 y)); the exp may be infinite
         e = gl.exp2(x * (2.0 * LOG2E * a.scale / a.softcap))
         half = gl.fma(e, 0.5, 0.5)
         r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [half], gl.float32, is_pure=True, pack=1)

@@ -18,32 +18,32 @@ class BackwardSpec:
     packed: bool = False
     lengths: bool = False
     offset: str = "int"  # of the queries: "int", "rows" or "end", as in `MaskRules`
-    right_edges: int = 0  # what hides cells of blocks at the right edge, or at the end of the keys (`consumer.hide`)
-    left_edges: int = 0  # and of those at the left edge
+    right_edges: int = 0  # edge flags (`consumer.hide`) of blocks at the right edge, or at the end of the keys
+    left_edges: int = 0  # and of blocks at the left edge
     softcap: bool = False
     exact_tanh: bool = False
     near_tanh: bool = False  # tanh of small scores by a polynomial (`softcap.near_tanh`)
     mask: bool = False  # an additive one
-    mask_tiles: bool = False  # its cells come by TMA; else each thread reads its own
+    mask_tiles: bool = False  # its tiles are loaded by TMA; else each thread loads its own cells
     near: bool = True  # offsets of cells within a tile are 32 bits wide
     dmask: bool = False  # the gradient of each of its cells is stored
-    dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
-    guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
-    clean: bool = False  # the fix-up of a flagged call: NaN and Inf in q, k and dO count as 0 (clean.py)
-    persistent: bool = False  # a program takes key blocks one after the other, from a counter
-    converts: bool = False  # of a persistent kernel: it gives dQ in q's dtype
-    pieces: int = 4  # of dQ that the converter has under way
-    direct: bool = False  # dK and dV go from registers to global memory
-    split: bool = False  # several programs share a key block: each takes some query blocks, and has float32 partials
+    dmask_tiles: bool = False  # by TMA, from the dS tile that the product of dQ reads
+    guarded: bool = False  # hidden inputs may be non-finite: a call with non-finite gradients is flagged
+    clean: bool = False  # the fix-up launch of a flagged call: NaN and Inf in q, k and dO count as 0 (clean.py)
+    persistent: bool = False  # programs take key blocks from a counter until none is left
+    converts: bool = False  # of a persistent kernel: a converter warp writes dQ in q's dtype
+    pieces: int = 4  # pieces of dQ that the converter has in flight
+    direct: bool = False  # dK and dV are stored from registers, not by TMA
+    split: bool = False  # several programs share a key block: each takes some query blocks and stores float32 partials
     consumer_regs: int = 240
     producer_regs: int = 24
 
     @property
     def row_lse(self) -> bool:
-        """Whether lse is taken off the logits row by row; else the scores' product does it."""
+        """Whether lse is loaded in float32, to be subtracted in registers; else the scores' product subtracts it."""
         return self.softcap or self.mask
 
     @property
     def mask_first(self) -> bool:
-        """Whether the scores' product is added to the mask's cells, but where a block's lse is huge."""
+        """Whether the mask's cells initialise the accumulator of the scores, except in blocks with a huge lse."""
         return self.mask and not self.softcap

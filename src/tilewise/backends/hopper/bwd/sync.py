@@ -1,23 +1,23 @@
-"""Synchronisation that Gluon has no words for: hardware barriers, reductions by TMA, semaphores in global memory."""
+"""Synchronisation that Gluon does not expose: named barriers, TMA reduce-add, semaphores in global memory."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
 
-# Hardware barriers; warp_specialize takes those below 6.
+# Named barriers; warp_specialize uses those below 6.
 DS_READY = gl.constexpr(8)  # both consumers have stored dS
 Q_EMPTY = gl.constexpr(9)  # and 10: by stage
 DO_EMPTY = gl.constexpr(11)  # and 12
 DQ_FULL = gl.constexpr(13)  # and 14
-DS_EMPTY = gl.constexpr(6)  # and 7: by consumer, the other one has read dS; with a mask 6 alone, both have
-SCORES_STARTED = gl.constexpr(7)  # with a mask: the first consumer's are
+DS_EMPTY = gl.constexpr(6)  # and 7, by consumer: the other one has read its dS; with a mask 6 alone: both have
+SCORES_STARTED = gl.constexpr(7)  # with a mask: by the first consumer
 MASK_EMPTY = gl.constexpr(15)
 
 
 @core.builtin
 def tma_add(desc, coord, src, _semantic=None):
-    """Adds a float32 tile in shared memory to global memory, as part of the current bulk group."""
+    """TMA reduce-add of a float32 tile from shared to global memory, in the current bulk group."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -45,7 +45,7 @@ def bulk_writes_done():
 
 @gluon.jit
 def fence_async_global():
-    """What this warp has seen of others' writes, its copies by TMA see as well."""
+    """Makes writes of others that this warp has acquired visible to its TMA copies too."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -53,7 +53,7 @@ def fence_async_global():
 
 @gluon.jit
 def add_release(pointer):
-    """Adds 1, after all that this warp has written."""
+    """Adds 1 with release semantics: after all writes of this warp."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
         "@p red.release.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
@@ -84,8 +84,10 @@ def nap():
 
 @gluon.jit
 def wait_for(pointer, least, LONG: gl.constexpr):
-    """Until a semaphore has this value, perhaps for LONG. A load that acquires empties the L1 cache of its processor,
-    whose memory the consumers work in: who waits looks without, and acquires at the end.
+    """Waits until a semaphore is at least `least`; LONG: sleeps between polls.
+
+    An acquire load invalidates the L1 cache of its SM, whose memory the consumers work in: polls are relaxed, and an
+    acquire load follows at the end.
     """
     if LONG:
         while load_relaxed(pointer) < least:

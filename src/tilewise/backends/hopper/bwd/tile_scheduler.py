@@ -1,8 +1,8 @@
-"""Which key block a program takes, and which query blocks see it.
+"""The tile scheduler: which key block a program processes, and which query blocks see it.
 
-A program has 128 keys of one KV head of one sequence (a plane). Several may share them (splits): each then takes every
-so many query blocks. dQ of a query block is added up in the order of key blocks; a program may wait only for programs
-that have started before it, so tile indices are drawn in that order.
+A key block is 128 keys of one KV head of one sequence (a plane). Several programs may share it (splits): each then
+takes every `splits`-th query block. dQ of a query block is accumulated in the order of key blocks; a program may wait
+only for programs that started before it, so tile indices are drawn in that order.
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ class Work:
     last: gl.tensor
     inner: gl.tensor  # of those, inner .. outer - 1 see all of it
     outer: gl.tensor
-    split: gl.tensor  # of a split key block the query blocks i * splits + split, and first .. outer count these i
+    split: gl.tensor  # split: query blocks i * splits + split, and first .. outer count these i
 
     @gluon.jit
     def steps(self, a):
@@ -36,7 +36,7 @@ class Work:
 
     @gluon.jit
     def top(self, a):
-        """The last query block."""
+        """The last query block, which is processed first."""
         i = self.last - 1
         if a.S.split:
             i = i * a.splits + self.split
@@ -44,7 +44,7 @@ class Work:
 
     @gluon.jit
     def block(self, a, head, i):
-        """The place of query block i of a head in `stats`, `dq` and the semaphores."""
+        """The index of query block i of a head in `stats`, `dq` and the semaphores."""
         if a.S.packed:
             at = head * a.q_blocks + self.q_start // a.S.BM + self.seq + i
         else:
@@ -81,7 +81,7 @@ class Work:
 
 @gluon.jit
 def put_index(a, buf, n, index):
-    """The producer's, of a persistent program: tells the others the index of its key block number n."""
+    """Producer of a persistent program: publishes the index of its key block number n."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(buf.index_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     buf.indices.index(n & 1).store(gl.full([1], index, gl.int32, EACH))
@@ -90,7 +90,7 @@ def put_index(a, buf, n, index):
 
 @gluon.jit
 def get_index(a, buf, n):
-    """The others': past the last index there is no more to do."""
+    """Other partitions: the index of key block number n; past the last index, none is left."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(buf.index_full.index(n & 1), (n >> 1) & 1)
     index = gl.max(buf.indices.index(n & 1).load(EACH), 0)
@@ -100,7 +100,7 @@ def get_index(a, buf, n):
 
 @gluon.jit
 def plane_of(a, tile_index):
-    """The block of a program, and its plane: blocks of `swizzle` planes are interleaved."""
+    """The block and the plane of a tile index: blocks of `swizzle` planes are interleaved."""
     width = a.swizzle * a.blocks
     begin = tile_index // width * a.swizzle
     count = gl.minimum(a.swizzle, a.planes - begin)
@@ -110,7 +110,7 @@ def plane_of(a, tile_index):
 
 @gluon.jit
 def sequence_of(a, seq):
-    """The first row of q and of k, and how many there are."""
+    """First rows of q and k of a sequence, and its numbers of rows."""
     q_start = seq * 0
     kv_start = seq * 0
     q_len = q_start + a.q_len
@@ -125,7 +125,7 @@ def sequence_of(a, seq):
 
 @gluon.jit
 def keys_of(a, seq, q_len, kv_end):
-    """Keys in use, and the position of the first row among them."""
+    """Keys in use, and the position of the first query row among them."""
     kv_len = kv_end
     if a.S.lengths:
         kv_len = gl.load(a.KV_LENGTHS + seq)
@@ -140,8 +140,9 @@ def keys_of(a, seq, q_len, kv_end):
 
 @gluon.jit
 def work_of(a, tile_index):
-    """Key blocks ascending, of a causal call the longest first, interleaved over `swizzle` planes (heads of a batch
-    row): programs add to dQ of a plane one after the other, so those of one plane must not all start together.
+    """The work tile of an index. Key blocks ascend (the longest first in causal calls), interleaved over `swizzle`
+    planes (heads of a batch row): programs add to dQ of a plane in turn, so those of one plane must not all start
+    together.
     """
     BM: gl.constexpr = a.S.BM
     kv_heads = a.heads // a.group
@@ -150,7 +151,7 @@ def work_of(a, tile_index):
     if a.S.split:
         split = plane % a.splits
         plane = plane // a.splits
-    if a.S.packed:  # planes are heads: blocks of all sequences are one list
+    if a.S.packed:  # planes are heads: the blocks of all sequences are in one list
         seq = gl.load(a.TABLE + 2 * n)
         n = gl.load(a.TABLE + 2 * n + 1)
         kv_head = plane
@@ -189,9 +190,9 @@ def work_of(a, tile_index):
 
 @gluon.jit
 def next_block(a, i, g):
-    """The order of query blocks: from the last one back, and of each all heads of the group.
+    """The next query block: in descending order, for each all heads of the group.
 
-    So programs with fewer blocks keep pace with those of more, which they wait for.
+    So programs with fewer blocks keep pace with those with more, which they wait for.
     """
     g += 1
     wraps = g == a.group

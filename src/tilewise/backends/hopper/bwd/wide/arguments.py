@@ -1,4 +1,4 @@
-"""The arguments of the kernel of wide heads as one value, its buffers in shared memory, and its register layouts."""
+"""The arguments of the wide-head kernel as one value, its buffers in shared memory, and its register layouts."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,10 +23,10 @@ class WideArguments(CallArguments):
     dx1: object
     dy: object  # dv
     stats: object  # [BI, 32] of `STATS`: -lse / scale and -delta, 16 parts each; None for dQ
-    lse: object  # with softcap, but for dQ: float32 [1, BI] of [blocks of statistics, 64], -lse * log2(e)
+    lse: object  # with softcap, except for dQ: float32 [1, BI] of [blocks of statistics, 64], -lse * log2(e)
     STATS: object
     FLAG: object  # int32: a gradient is not finite
-    DX: object  # dx and dy once more: tiles that end within a packed sequence are stored by their rows
+    DX: object  # pointers to dx and dy, for tiles in which a packed sequence ends: stored by rows
     DY: object
     dx_h: object
     dx_l: object
@@ -44,7 +44,7 @@ class Buffers:
     w: gl.shared_memory_descriptor  # [w_stages, 1, 1, BI, DV]
     stats: object  # [u_stages, BI, 32]
     lse: object  # [u_stages, 1, BI]
-    p: object  # [2, 64, BI]; of dK and dV: a consumer's each, roles: from that of dV to that of dK
+    p: object  # for dK and dV: [2, 64, BI], one per consumer; roles: two stages, from the consumer of dV to that of dK
     x_full: gl.shared_memory_descriptor
     y_full: gl.shared_memory_descriptor
     u_full: gl.shared_memory_descriptor

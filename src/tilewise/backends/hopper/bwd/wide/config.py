@@ -1,4 +1,4 @@
-"""How the backward pass of wide heads is cut: plain functions of a problem."""
+"""Launch heuristics of the backward pass of wide heads. Plain functions of a `Problem`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .. import config
 from .spec import WideSpec
 
 MANY_PLANES = 8
-SECTION_BYTES = 20e6  # of inner rows, which programs that work at the same time share in L2
+SECTION_BYTES = 20e6  # of inner rows that an L2 swizzle group shares
 
 
 def columns_of(problem: Problem) -> dict[str, int]:
-    """Columns that tiles have; what is past those of the tensors reads as 0."""
+    """Columns of tiles; those past the tensors' columns read as 0."""
     if problem.head_dim <= 192 and problem.value_dim <= 128:
         return {"D": 128, "tail": 64, "DV": 128}
     if max(problem.head_dim, problem.value_dim) <= 256:
@@ -24,9 +24,9 @@ def columns_of(problem: Problem) -> dict[str, int]:
 
 
 def specs_of(problem: Problem) -> tuple[WideSpec, ...]:
-    """Of dQ, and of dK with dV, or of each of them.
+    """The specs of the launches: dQ, and dK with dV, or one for each of them.
 
-    Shared memory (KiB of 227), and registers of a consumer's thread for its sums and a step's S and dP:
+    Shared memory (KiB of 227), and registers per consumer thread for accumulators and a step's S and dP:
 
         256      dQ     Q 64, dO 64, K 2 x 32, V 32 = 224                          128 + 32 + 32
                  dK, dV K 32, V 32, Q 2 x 32, dO 2 x 32, P 16, statistics 8 = 216  128 + 32 + P 16 (roles)
@@ -50,8 +50,8 @@ def specs_of(problem: Problem) -> tuple[WideSpec, ...]:
         "exact_tanh": needs_exact_tanh(p),
         "guarded": flags.hides_right or flags.hides_left or p.has_lengths,
     }
-    LOW, HIGH = config.RIGHT, config.LEFT  # as `consumer.hide` has them
-    narrow = flags.hides_left and sum(config.sides(p)) < 256  # both edges may lie in one block
+    LOW, HIGH = config.RIGHT, config.LEFT  # edge flags of `consumer.hide`
+    narrow = flags.hides_left and sum(config.sides(p)) < 256  # both edges may be in one block
     if "chunks" in columns:
         of_queries: dict[str, Any] = {"BI": 32, "u_stages": 7, "w_stages": 4}
         of_keys: dict[str, Any] = {"BI": 32, "u_stages": 7, "w_stages": 4, "only": "k"}
@@ -90,10 +90,11 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def planes_at_once(problem: Problem, s: WideSpec) -> int:
-    """How many heads of a batch row go together, their longest programs first: as many as L2 holds the inner rows of.
+    """Planes (heads of a batch row) of an L2 swizzle group, whose longest programs come first: as many as L2 holds the
+    inner rows of.
 
-    Where all programs are as long, each head goes alone. Where L2 holds few in causal calls of 192/128, MANY_PLANES go
-    together all the same (h200/LOG.md, backward #14).
+    Where all programs are equally long, a group is one plane. Where L2 holds few planes in causal calls of 192/128, it
+    is MANY_PLANES nevertheless (h200/LOG.md, backward #14).
     """
     p = problem
     if not (s.hides_right or s.hides_left):

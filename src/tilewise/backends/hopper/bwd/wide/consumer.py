@@ -22,9 +22,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def start_scores(a, buf, u, factors, C: gl.constexpr):
-    """Starts S = X U' [64, BI]; of keys less lse / scale.
+    """Starts S = X U' [64, BI]; for dK and dV without a softcap, minus lse / scale.
 
-    `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in X and Y.
+    `u >> 30` is 0, unknown to the compiler, which would else keep registers for every address in X and Y.
     """
     BI: gl.constexpr = a.S.BI
     stage = u % a.S.u_stages
@@ -43,7 +43,7 @@ def start_scores(a, buf, u, factors, C: gl.constexpr):
 
 @gluon.jit
 def start_dp(a, buf, u, factors, C: gl.constexpr):
-    """Starts dP = Y W' [64, BI]; of keys less delta. One product, or two."""
+    """Starts dP = Y W' [64, BI]; for dK and dV minus delta, by a second product."""
     BI: gl.constexpr = a.S.BI
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
     dp = gl.zeros([64, BI], gl.float32, score_layout(a.S))
@@ -58,9 +58,9 @@ def start_dp(a, buf, u, factors, C: gl.constexpr):
 
 @gluon.jit
 def weights(a, buf, stage, s, i, rows, EDGES: gl.constexpr):
-    """P [64, BI] of inner block i, and P as dS has it: with a softcap, times its derivative.
+    """P [64, BI] of inner block i, and the factor of dP in dS: P, with a softcap times its derivative.
 
-    `rows` are what is known of the outer rows.
+    `rows` is the result of `outer_rows`.
     """
     lo, hi, minus_lse, _ = rows
     if a.S.softcap:
@@ -82,13 +82,13 @@ def weights(a, buf, stage, s, i, rows, EDGES: gl.constexpr):
 
 @gluon.jit
 def operand(x, COLUMNS: gl.constexpr):
-    """As the left operand of a product of so many columns."""
+    """x as the left operand of a product with COLUMNS columns."""
     return gl.convert_layout(x, gl.DotOperandLayout(0, grad_layout(COLUMNS), 2))
 
 
 @gluon.jit
 def start_dx(a, buf, u, ds, grads):
-    """Starts dX += dS U in grads[0], and its tail in grads[1]; returns the sums and their left operands."""
+    """Starts dX += dS U in grads[0], and its tail in grads[1]; returns the accumulators and their left operands."""
     TAIL: gl.constexpr = a.S.tail
     left = operand(ds, a.S.D)
     dx = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, a.S.BI, a.S.D), grads[0], is_async=True)
@@ -115,7 +115,7 @@ def finish_dx(a, u, started):
 
 @gluon.jit
 def step_dq(a, buf, u, i, grads, rows, C: gl.constexpr, EDGES: gl.constexpr):
-    """Inner block i, use u of the rings, for dQ of 64 rows of this consumer's own."""
+    """Inner block i, use u of the rings, for dQ of this consumer's 64 rows."""
     s = start_scores(a, buf, u, None, C)
     dp = start_dp(a, buf, u, None, C)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -128,9 +128,9 @@ def step_dq(a, buf, u, i, grads, rows, C: gl.constexpr, EDGES: gl.constexpr):
 
 @gluon.jit
 def step_dkdv(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    """Inner block i for dK and dV of 64 keys of this consumer's own; dV comes last in `grads`.
+    """Inner block i for dK and dV of this consumer's 64 keys; dV comes last in `grads`.
 
-    P waits for dP in shared memory: there are no registers for it.
+    P is kept in shared memory until dP is ready, for lack of registers.
     """
     DV: gl.constexpr = a.S.DV
     TAILS: gl.constexpr = 1 if a.S.tail > 0 else 0
@@ -150,9 +150,9 @@ def step_dkdv(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.con
 
 @gluon.jit
 def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
-    """Inner block i for dV, by the first consumer, which hands P to the second.
+    """Inner block i for dV, by the first consumer, which passes P to the second.
 
-    Of the two places for P the second consumer has read this one: it has released Q of the block before the last.
+    The buffer of P is free: the second consumer read it before it released Q of the block before the last.
     """
     gl.static_assert(a.S.u_stages == 2)
     DV: gl.constexpr = a.S.DV
@@ -208,7 +208,7 @@ def steps(a, buf, begin, end, i, g, grads, rows, factors, STEP: gl.constexpr, C:
 
 @gluon.jit
 def mainloop(a, buf, w, grads, rows, factors, STEP: gl.constexpr, C: gl.constexpr):
-    """All inner blocks, the last first: in the middle those that are seen whole."""
+    """All inner blocks, the last first; those in the middle need no masking."""
     total = w.steps(a)
     heads = total // gl.maximum(w.last - w.first, 1)
     i = w.last - 1
@@ -225,7 +225,7 @@ def mainloop(a, buf, w, grads, rows, factors, STEP: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def row_stat(a, w, row, FIRST: gl.constexpr):
-    """-lse / scale (FIRST = 0) or -delta (16) of query rows, added up from their parts."""
+    """-lse / scale (FIRST = 0) or -delta (16) of query rows, summed from their parts."""
     PARTS: gl.constexpr = part_factors()
     place = (w.stats + w.head * a.q_blocks).to(gl.int64) * a.S.stats_block
     total = row * 0.0
@@ -237,7 +237,7 @@ def row_stat(a, w, row, FIRST: gl.constexpr):
 
 @gluon.jit
 def outer_rows(a, w, row):
-    """What is known of each outer row: the inner rows that it sees, and of queries their statistics."""
+    """Of each outer row: the inner rows lo .. hi - 1 that it sees and, for queries, -lse (base 2) and -delta."""
     lo, hi = spans(a, w, row)
     minus_lse = row
     minus_delta = row

@@ -1,4 +1,4 @@
-"""Gradients of 64 outer rows, from a consumer's registers to global memory."""
+"""Epilogue: gradients of 64 outer rows from a consumer's registers to global memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,7 @@ from .arguments import grad_layout
 
 @gluon.jit
 def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, top, column, COLUMNS: gl.constexpr):
-    """A gradient [64, COLUMNS] of outer rows `top ..`, through memory that is this consumer's."""
+    """Stores a gradient [64, COLUMNS] of outer rows `top ..`, through a buffer that is this consumer's."""
     if a.S.guarded:
         nothing = x * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, COLUMNS], gl.int32, grad_layout(COLUMNS)), 1, mask=nothing != 0.0)
@@ -28,7 +28,7 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, top, column, 
 
 @gluon.jit
 def in_use(a, w, x, top, COLUMNS: gl.constexpr):
-    """A gradient of keys, 0 for those past the length; rows of queries past the end are not stored."""
+    """A gradient with 0 for keys past the length; query rows past the end are not stored."""
     row = top + gl.arange(0, 64, gl.SliceLayout(1, grad_layout(COLUMNS)))
     n = w.end if a.S.of_queries else w.kv_len
     return gl.where((row < n)[:, None], x, 0.0)

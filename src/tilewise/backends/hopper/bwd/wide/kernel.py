@@ -1,13 +1,13 @@
-"""Backward of wide heads on Hopper: one kernel, launched for dQ and for dK with dV. Nothing is added up in global
-memory, so that every call gives the same bits, and S and dP are computed twice.
+"""Backward of wide heads on Hopper: one kernel, launched for dQ and for dK with dV. Nothing is accumulated in global
+memory, so gradients are deterministic, and S and dP are computed twice.
 
-    outer rows X, Y (of dQ: Q, dO; of dK and dV: K, V), a program's own; for each block of inner rows U, W (last first):
-        S = X U', dP = Y W'                [64, BI] a consumer, in registers
+    outer rows X, Y of a program (dQ: Q, dO; dK and dV: K, V); for each block of inner rows U, W (last first):
+        S = X U', dP = Y W'                [64, BI] per consumer, in registers
         P = exp2(S c - lse), dS = P (dP - delta)
         dX += dS U, dV += P W              left operands from registers
 
-Where the registers of a consumer do not hold dK and dV (`roles`), both have the same 64 keys: the first computes S, P
-and dV, the second dP and dK, with P through shared memory.
+Where a consumer's registers cannot hold dK and dV (`roles`), both consumers have the same 64 keys: the first computes
+S, P and dV, the second dP and dK, with P through shared memory.
 
 Partitions: two consumer warpgroups, a producer warp (TMA loads).
 """

@@ -17,7 +17,7 @@ from . import config
 from .kernel import wide_backward
 from .spec import WideSpec
 
-# The call's names of what the launches take.
+# From argument names of the launches to the call's tensor names.
 BESIDE = {"stats": "STATS", "lse": "LSE2"}
 OF_QUERIES = {"x": "q", "y": "DOUT", "u": "k", "w": "v", "dx": "DQ", "TABLE": "Q_TABLE"}
 OF_KEYS = {"x": "k", "y": "v", "u": "q", "w": "DOUT", "dx": "DK", "dy": "DV", "TABLE": "K_TABLE"} | BESIDE

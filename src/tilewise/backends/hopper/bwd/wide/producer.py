@@ -1,4 +1,4 @@
-"""The producer: one warp that loads the outer rows, and then blocks of inner ones, by TMA."""
+"""The producer: one warp that loads the outer rows, and then blocks of inner rows, by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +11,7 @@ from .tile_scheduler import inner_head, next_block, work_of
 
 @gluon.jit
 def load_outer(a, w, desc, full, buffer, column):
-    """Rows past a sequence's end are another's, or read as 0."""
+    """Loads the program's outer rows. Rows past a sequence's end belong to another one, or read as 0."""
     TILES: gl.constexpr = a.S.BO // 64
     for c in gl.static_range(TILES):
         tma.async_copy_global_to_shared(desc, [w.b, w.head, w.start + w.top + c * 64, column], full, buffer.index(c))
@@ -30,13 +30,13 @@ def load_x(a, buf, w):
 
 @gluon.constexpr_function
 def stats_bytes(S):
-    """Of a block of inner queries."""
+    """Bytes of the statistics of a block of inner queries."""
     return 0 if S.of_queries else S.BI * (64 + 4 * S.softcap)
 
 
 @gluon.jit
 def load_stats(a, w, head, i, full, stats, lse):
-    """Of inner block i; with a softcap the lse in float32 too."""
+    """Loads the statistics of inner block i; with a softcap the lse in float32 too."""
     BLOCK: gl.constexpr = a.S.stats_block
     block = w.stats + head * a.q_blocks
     tma.async_copy_global_to_shared(a.stats, [block * BLOCK + i * a.S.BI, 0], full, stats)

@@ -1,4 +1,4 @@
-"""What a kernel of wide heads is compiled for."""
+"""What a wide-head kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class WideSpec:
-    """Outer rows stay: queries for dQ, keys for dK and dV. Inner rows come one block after the other."""
+    """Outer rows stay in shared memory: queries for dQ, keys for dK and dV. The mainloop is over inner rows."""
 
     dtype: str
-    D: int  # columns of a tile of q and k, a power of two, and
-    tail: int  # more of them, perhaps none
-    DV: int  # and of a tile of v
+    D: int  # columns of a tile of q and k, a power of two
+    tail: int  # columns of q and k beyond D, perhaps 0
+    DV: int  # columns of a tile of v
     of_queries: bool  # dQ
     BI: int  # inner rows of a step
     u_stages: int  # of Q or K, the inner rows
     w_stages: int  # and of dO or V
-    chunks: int = 1  # of D columns of q, k and of DV columns of v; several: see split.py
+    chunks: int = 1  # of D columns of q and k, and of DV columns of v; several: see split.py
     only: str = ""  # "k" or "v": dK or dV alone
     roles: bool = False  # the consumers have the same 64 keys: the first dV, the second dK; else each has 64 outer rows
     hides_right: bool = False  # causal, or a window's right side
@@ -26,17 +26,17 @@ class WideSpec:
     packed: bool = False
     lengths: bool = False
     offset: str = "int"  # of the queries: "int", "rows" or "end", as in `MaskRules`
-    low_edges: int = 0  # what hides cells of the first inner blocks (`consumer.hide`)
+    low_edges: int = 0  # edge flags (`consumer.hide`) of the first inner blocks
     high_edges: int = 0  # and of the last ones
     softcap: bool = False
     exact_tanh: bool = False
-    guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
+    guarded: bool = False  # hidden inputs may be non-finite: a call with non-finite gradients is flagged
     consumer_regs: int = 240
     producer_regs: int = 24
-    near_tanh: ClassVar[bool] = False  # which has not been timed in these kernels
+    near_tanh: ClassVar[bool] = False  # not timed in these kernels
     mask: ClassVar[bool] = False  # none
     dmask: ClassVar[bool] = False
-    stats_block: ClassVar[int] = 64  # query rows that a block of statistics has
+    stats_block: ClassVar[int] = 64  # query rows of a block of statistics
 
     @property
     def BO(self) -> int:

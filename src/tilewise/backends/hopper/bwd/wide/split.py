@@ -1,9 +1,9 @@
-"""Head dims over 256: the consumers have the same 64 outer rows, and each half of a gradient's columns.
+"""Head dims over 256: the consumers have the same 64 outer rows, each with half of a gradient's columns.
 
     the first:  S = X U' -> P                     the second: dP = Y W', with P of the first -> dS
     both:       dX += dS U, or dV += P W, each with its half of the columns of U or W
 
-P and dS go through shared memory. Tiles are chunks of 128 columns, which rings bring and take one by one.
+P and dS go through shared memory. Tiles are loaded and released in chunks of 128 columns, one by one, through rings.
 """
 
 from triton.experimental import gluon
@@ -101,7 +101,7 @@ def produce_chunks(a, buf, index):
             if a.S.only != "v":
                 buf.w.fill(u * CHUNKS + j, a.w, [w.b, head, row, j * a.S.DV])
             if j == CHUNKS - 1 and not a.S.of_queries:
-                # They wait for S and dP of the block before; chunks that wait for less come first.
+                # Statistics wait for S and dP of the previous block; chunks that wait for less come first.
                 mbarrier.wait(buf.stats_empty.index(0), (u & 1) ^ 1)
                 mbarrier.expect(buf.stats_full.index(0), STATS_BYTES)
                 lse = buf.lse.index(0) if a.S.softcap else None
@@ -115,7 +115,7 @@ def produce_chunks(a, buf, index):
 
 @gluon.jit
 def product(a, buf, left, ring, u, factors, FIRST: gl.constexpr, RELEASES: gl.constexpr):
-    """S or dP [64, BI]: all chunks of `left` by those of a ring, and of keys the statistic that begins at FIRST."""
+    """S or dP [64, BI]: all chunks of `left` times those of a ring; for keys plus the statistic at column FIRST."""
     CHUNKS: gl.constexpr = a.S.chunks
     BI: gl.constexpr = a.S.BI
     x = gl.zeros([64, BI], gl.float32, score_layout(a.S))
@@ -142,7 +142,7 @@ def product(a, buf, left, ring, u, factors, FIRST: gl.constexpr, RELEASES: gl.co
 
 @gluon.jit
 def add_half(a, left, ring, u, grads, WAITS: gl.constexpr, C: gl.constexpr):
-    """This consumer's half of the columns: two chunks, which it alone releases."""
+    """Adds to this consumer's half of the gradient's columns: two chunks, which only it releases."""
     n = u * a.S.chunks + 2 * C
     if WAITS:
         ring.wait_full(n)
@@ -159,7 +159,7 @@ def add_half(a, left, ring, u, grads, WAITS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step_split(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    """Inner block i, use u of the statistics and, times the chunks, of the rings."""
+    """Inner block i: use u of the statistics, and uses `u * chunks ..` of the rings."""
     OF_V: gl.constexpr = a.S.only == "v"
     z = u & 1 if OF_V else u >> 30
     if C == 0:

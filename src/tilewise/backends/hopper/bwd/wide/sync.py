@@ -1,4 +1,4 @@
-"""Numbers of hardware barriers; warp_specialize takes those below 6."""
+"""Numbers of named barriers; warp_specialize uses those below 6."""
 
 from triton.experimental.gluon import language as gl
 
@@ -6,4 +6,4 @@ U_EMPTY = gl.constexpr(6)  # to 8: by stage
 W_EMPTY = gl.constexpr(9)  # to 11
 P_READY = gl.constexpr(12)  # and 13: P is stored
 P_EMPTY = gl.constexpr(14)  # and 15: P has been read
-DS_READY = gl.constexpr(11)  # dS is stored; where rings are released by hardware barriers it is not used
+DS_READY = gl.constexpr(11)  # dS is stored; not used where named barriers release rings

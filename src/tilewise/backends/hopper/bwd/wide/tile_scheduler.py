@@ -1,4 +1,4 @@
-"""Which outer block a program takes, and which inner blocks it walks."""
+"""The tile scheduler: which outer block a program processes, and over which inner blocks it loops."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,14 +13,14 @@ class Work:
     head: gl.tensor  # of the outer rows
     top: gl.tensor  # the first outer row of the program, in its sequence
     start: gl.tensor  # of the outer rows' sequence
-    end: gl.tensor  # outer rows that there are
+    end: gl.tensor  # number of outer rows
     inner_start: gl.tensor
     kv_len: gl.tensor  # keys in use
     shift: gl.tensor  # row i sees keys i + shift - left .. i + shift + right
-    stats: gl.tensor  # place of the sequence's first block of statistics, of head 0
-    first: gl.tensor  # inner blocks first .. last - 1 are walked, perhaps none
+    stats: gl.tensor  # index of the sequence's first block of statistics, of head 0
+    first: gl.tensor  # inner blocks first .. last - 1 are visited, perhaps none
     last: gl.tensor
-    inner: gl.tensor  # of those, inner .. outer - 1 are seen whole
+    inner: gl.tensor  # of those, inner .. outer - 1 need no masking
     outer: gl.tensor
 
     @gluon.jit
@@ -30,7 +30,7 @@ class Work:
 
 @gluon.jit
 def heads_of_step(a):
-    """How many inner heads a program walks: dK and dV sum over the queries of their group."""
+    """How many inner heads a program loops over: dK and dV sum over the query heads of their group."""
     return 1 if a.S.of_queries else a.group
 
 
@@ -41,7 +41,7 @@ def inner_head(a, w, g):
 
 @gluon.jit
 def next_block(a, i, g):
-    """The order of inner blocks: from the last one back, and of each all heads of the group."""
+    """The next inner block: in descending order, for each all heads of the group."""
     if a.S.of_queries:
         i -= 1
     else:
@@ -54,11 +54,11 @@ def next_block(a, i, g):
 
 @gluon.jit
 def work_of(a, tile_index):
-    """The longest programs of `swizzle` planes (heads of a batch row) first, then those of the next planes."""
+    """The work tile of an index: in L2 swizzle groups of `swizzle` planes (heads of a batch row), longest first."""
     BO: gl.constexpr = a.S.BO
     BI: gl.constexpr = a.S.BI
     n, plane = plane_of(a, tile_index)
-    if a.S.packed:  # planes are heads: blocks of all sequences are one list
+    if a.S.packed:  # planes are heads: the blocks of all sequences are in one list
         seq = gl.load(a.TABLE + 2 * n)
         n = gl.load(a.TABLE + 2 * n + 1)
         head = plane
@@ -117,7 +117,7 @@ def work_of(a, tile_index):
 
 @gluon.jit
 def spans(a, w, row):
-    """The inner rows lo .. hi - 1 that each outer row sees, as far as edges ask."""
+    """The inner rows lo .. hi - 1 that each outer row sees, as far as edge flags need them."""
     if a.S.of_queries:
         lo = row + w.shift - a.left
         hi = row * 0 + w.kv_len
