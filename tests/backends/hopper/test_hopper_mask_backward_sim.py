@@ -86,8 +86,8 @@ def gradients(made, kernels, seed, **changes):
 
 
 def fix_up(name, kernels, seed=0):
-    """The fix-up of inputs with NaN in every slack, and in a row of q and k that some rows see, has the bits of the first
-    launch over clean inputs.
+    """The fix-up of inputs with NaN in every slack, and in a row of q and k that some rows see: it has the bits of the
+    first launch over clean inputs.
     """
     clean = gradients(make_gradients(CASES[name], slack=0.0, grads=MASK), kernels, seed)
     made = make_gradients(CASES[name], slack=float("nan"), grads=MASK)
@@ -120,7 +120,7 @@ def test_fix_up_keeps_bits(name):
 FIX_UP_MUTANTS = {
     "weights that the mask hides": ("bwd.consumer", "        p = gl.where(shown, p, 0.0)\n", "        pass\n"),
     "dS that the mask hides": ("bwd.consumer", "            ds = gl.where(shown, ds, 0.0)\n", "            pass\n"),
-    "cells of another query": ("bwd.mask", "w, u, i, g, C)\n    return gl.load", "w, u, i * 0, g, C)\n    return gl.load"),
+    "cells of another query": ("bwd.mask", "i, g, C)\n    return gl.load", "i * 0, g, C)\n    return gl.load"),
 }  # fmt: skip
 
 
