@@ -49,7 +49,7 @@ class Backward:
     """One backward pass: what comes before the kernel in NumPy, the kernel by the simulator, what comes after it."""
 
     def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
-        self.problem, self.t = problem, t
+        self.problem, self.t, self.changes = problem, t, changes
         self.bound = self.bind(Plan(problem, "hopper", "", (1, 1)))
         self.starts = [0] * problem.batch
         self.lengths = [problem.q_len] * problem.batch
@@ -158,7 +158,7 @@ class Wide(Backward):
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()
         for s in self.bound.specs:
-            self.launch_one(kernels, s, seed)
+            self.launch_one(kernels, replace(s, **self.changes), seed)
         if self.problem.packed_q:
             for x, cu in ((self.t.dq, "CU_Q"), (self.t.dk, "CU_K"), (self.t.dv, "CU_K")):
                 x[:, :, int(self.given[cu][-1]) :] = 0

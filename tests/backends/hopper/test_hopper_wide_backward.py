@@ -74,6 +74,20 @@ PROBLEMS = [
     problem(256, packed=True, causal=True, window=(1023, None), kv_lengths=True),
     problem(192, 128, window=(100, 50), dtype="f16"),
 ]
+
+
+@pytest.mark.parametrize("n", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 6, 7))])
+def test_fix_ups_fit(n):
+    """The kernels that compute a flagged call again."""
+    bound, tensors = given(PROBLEMS[n])
+    for s in bound.specs:
+        own = bound.own(tensors, replace(s, clean=True, guarded=False))
+        made = built(wide_backward, bound.arguments(tensors) | own)
+        assert made.shared <= SHARED[90]
+        assert "serialized" not in made.report
+        assert stale(made.sass) == []
+
+
 LAUNCHES = [(n, launch) for n, p in enumerate(PROBLEMS) for launch in range(len(config.specs_of(p)))]
 
 

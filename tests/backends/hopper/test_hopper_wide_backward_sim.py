@@ -9,9 +9,14 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import torch
+
 import gluon_sim
 from gluon_values import SimError
 from hopper_bwd_sim import Wide
+from tilewise.backends import reference as oracle
+from tilewise.core.tensors import sequences
+from tilewise.reference import visible_cells
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -35,6 +40,7 @@ CASES = {
     "256 softcap": Case(B=1, H=2, Hkv=1, Lq=130, Lk=190, softcap=3.0, causal=True, **FULL),
     "192/128 softcap": Case(B=2, H=1, Lq=130, lengths=(99, 130), softcap=3.0, **LATENT),
     "512 softcap": Case(B=1, H=1, Lq=100, softcap=3.0, window=(50, 0), **LARGE),
+    "256 rows that see nothing": Case(B=1, H=1, Lq=200, Lk=130, causal=True, **FULL),
     "160, 136": Case(B=1, H=1, Lq=70, D=160, Dv=136, dtype="f16", causal=True),
 }
 
@@ -52,6 +58,93 @@ def simulate(case, kernels, seed=0):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, seed):
     simulate(CASES[name], KERNELS, seed)
+
+
+CLEAN = {"clean": True, "guarded": False}
+HIDING = [name for name in CASES if name != "256, groups" and "softcap" not in name] + ["256 softcap", "512 softcap"]
+
+
+def gradients(made, kernels, seed, **changes):
+    for gradient in made.call.tensors.gradients().values():
+        gradient.fill_(float("nan"))
+    Wide(made.call.problem, made.call.tensors, **changes).run(kernels, seed=seed)
+    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
+
+
+def made_of(case, slack=0.0):
+    return make_gradients(case, slack=slack, grads=("q", "k", "v"))
+
+
+def fix_up(name, kernels, seed=0):
+    """The fix-up of inputs with NaN in every slack, and in a row of q, k and v that some rows see: it has the bits of
+    the first launch over clean inputs.
+    """
+    case = CASES[name]
+    clean = gradients(made_of(case), kernels, seed)
+    for gradient, x in gradients(made_of(case, float("nan")), kernels, seed, **CLEAN).items():
+        assert torch.equal(x, clean[gradient]), f"d{gradient} of {name} with NaN in the slack"
+    if case.form != "dense" or case.lengths:
+        return
+    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",)), ("v", ("q",))):
+        made = made_of(case)
+        f, p = made.call.tensors.forward, made.call.problem
+        seen = next(visible_cells(seq) for seq in sequences(p, f))[0]
+        row = seen.shape[0 if spoilt == "q" else 1] // 2 + 3
+        getattr(f, spoilt)[:, :, row] = float("nan")
+        oracle.run(oracle.plan(p), f)
+        got = gradients(made, kernels, seed, **CLEAN)
+        unseen = ~(seen[row] if spoilt == "q" else seen[:, row])
+        assert unseen.any()
+        for gradient in gone:
+            assert torch.equal(clean[gradient][:, :, unseen], got[gradient][:, :, unseen]), f"{name}: NaN in {spoilt}"
+            assert got[gradient][:, :, ~unseen].isnan().any(), f"{name}: a NaN that is seen is lost"
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_fix_up_keeps_bits(name):
+    fix_up(name, KERNELS, 1)
+
+
+def not_flagged(kernels):
+    for name in ("256 window", "192/128 causal, groups", "512 causal, groups"):
+        made = made_of(CASES[name])
+        for gradient in made.call.tensors.gradients().values():
+            gradient.fill_(7.0)
+        sim = Wide(made.call.problem, made.call.tensors, **CLEAN)
+        sim.before = lambda sim=sim: sim.given["FLAG"].zero_()
+        sim.run(kernels)
+        assert all((x == 7.0).all() for x in made.call.tensors.gradients().values())
+
+
+def test_fix_up_without_a_flag_does_nothing():
+    not_flagged(KERNELS)
+
+
+FIX_UP_MUTANTS = {
+    "U is not cleaned": ("wide.consumer", "    clean_half(tile(buf.u, ", "    None and clean_half(tile(buf.u, "),
+    "its tail is not": ("wide.consumer", "        clean_half(tile(buf.u1,", "        None and clean_half(tile(buf.u1,"),
+    "W is not cleaned": ("wide.consumer", "        clean_half(tile(buf.w,", "        None and clean_half(tile(buf.w,"),
+    "one consumer does not wait": ("wide.consumer", 'named_barrier("bar.sync", CLEANED', '(lambda *x: 0)("", CLEANED'),
+    "dS under hidden cells": ("wide.consumer", "        ds = hide(ds,", "        None and hide(ds,"),
+    "chunks are not cleaned": ("wide.split", "            clean(ring", "            None and clean(ring"),
+    "the flag is not looked at": ("wide.tile_scheduler", "end = gl.where(gl.load(a.FLAG) != 0, end, 0)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
+def test_a_wrong_fix_up_is_noticed(name):
+    file, old, new = FIX_UP_MUTANTS[name]
+    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.WIDE))
+    with pytest.raises((SimError, AssertionError)):
+        fix_up_all(kernels)
+
+
+def fix_up_all(kernels):
+    not_flagged(kernels)
+    for seed in range(1, 8, 2):
+        fix_up("192/128 causal, groups", kernels, seed)
+    for name in ("256 softcap", "256 rows that see nothing", "512 causal, groups"):
+        fix_up(name, kernels, 1)
 
 
 RELEASE_Q = '    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)\n'

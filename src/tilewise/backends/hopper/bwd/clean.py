@@ -38,6 +38,13 @@ def cleaned():
 
 
 @gluon.jit
+def clean_half(place, ROWS: gl.constexpr, D: gl.constexpr, C: gl.constexpr):
+    """This consumer's half of the rows of a tile [ROWS, D]."""
+    HALF: gl.constexpr = ROWS // 2
+    clean(place.slice(C * HALF, HALF, 0), D)
+
+
+@gluon.jit
 def clean_keys(a, buf, C: gl.constexpr):
     """Cleans this consumer's K, once loaded; both consumers read it for dQ."""
     D: gl.constexpr = a.S.D
@@ -50,9 +57,8 @@ def clean_queries(a, buf, u, C: gl.constexpr):
     """Cleans Q and dO of use u, half of the rows by each consumer."""
     D: gl.constexpr = a.S.D
     BM: gl.constexpr = a.S.BM
-    HALF: gl.constexpr = a.S.BM // 2
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    clean(tile(buf.q, u, a.S.q_stages, BM, D).slice(C * HALF, HALF, 0), D)
-    clean(tile(buf.do, u, a.S.do_stages, BM, D).slice(C * HALF, HALF, 0), D)
+    clean_half(tile(buf.q, u, a.S.q_stages, BM, D), BM, D, C)
+    clean_half(tile(buf.do, u, a.S.do_stages, BM, D), BM, D, C)
     cleaned()

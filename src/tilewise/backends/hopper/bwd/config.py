@@ -105,11 +105,11 @@ def slower(problem: Problem) -> str | None:
     return next((f"leaves {what} {why}" for what, there in apart.items() if there), None)
 
 
-def cleans(problem: Problem) -> bool:
+def cleans() -> bool:
     """Whether the non-finite fix-up reruns the kernel itself (clean.py), not a separate kernel (nonfinite.py), which
     sums in another order: there a hidden NaN may change last bits.
     """
-    return CLEANS and not is_wide(problem)
+    return CLEANS
 
 
 def is_wide(problem: Problem) -> bool:

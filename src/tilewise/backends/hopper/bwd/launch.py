@@ -222,7 +222,7 @@ class Bound(Launcher):
         p = config.unstrided(plan.problem)
         s = config.spec_of(p)
         super().__init__(plan, s, s.BM, s.D, s.D)
-        self.cleans = s.guarded and config.cleans(p)
+        self.cleans = s.guarded and config.cleans()
         self.splits = config.splits_of(p)
         self.planes = config.planes_of(p) * self.splits
         self.sizes |= {
