@@ -162,8 +162,8 @@ def test_fix_up_without_a_flag_does_nothing():
 
 FIX_UP_MUTANTS = {
     "K is not cleaned": ("bwd.clean", "    clean(buf.k.index(C)", "    None and clean(buf.k.index(C)"),
-    "Q is not cleaned": ("bwd.clean", "    clean(tile(buf.q,", "    None and clean(tile(buf.q,"),
-    "half of dO is not cleaned": ("bwd.clean", "a.S.do_stages, BM, D).slice(C * HALF", "a.S.do_stages, BM, D).slice(0"),
+    "Q is not cleaned": ("bwd.clean", "    clean_half(tile(buf.q,", "    None and clean_half(tile(buf.q,"),
+    "half of dO is not cleaned": ("bwd.clean", "a.S.do_stages, BM, D), BM, D, C)", "a.S.do_stages, BM, D), BM, D, 0)"),
     "one consumer does not wait for the other": ("bwd.clean", "    named_barrier(", "    None and named_barrier("),
     "dS under hidden cells": ("bwd.consumer", "        ds = hide(ds,", "        None and hide(ds,"),
     "the flag is not looked at": ("bwd.producer", "gl.load(a.FLAG) != 0", "gl.load(a.FLAG) != 9"),

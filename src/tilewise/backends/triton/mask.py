@@ -73,7 +73,7 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
         s, n[None, :], ok, row_ok[:, None] & ok, row_lo[:, None], row_hi[:, None], at[:, None], stride_k, S
     )
     if S.tree:
-        visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok, S)
+        visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok, S.ptx)
     if S.positions:
         at, qpos, numbers = nodes
         own = n >= own_keys
@@ -83,13 +83,17 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
 
 
 @triton.jit
-def tree_cells(at, column, ok, S: tl.constexpr):
-    """Cells visible by a tree mask: `at` points to each row's first cell; columns below 0 are keys before the tree.
+def tree_cells(at, column, ok, OPAQUE: tl.constexpr):
+    """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it.
 
-    A byte `tl.load` would also give later products an operand layout for bytes (`kWidth`), in which keys are summed in
-    another order than in loops without a tree: bits would differ where the fix-up runs.
+    From a load of bytes the compiler infers an operand layout for bytes (`kWidth`) for the products that follow. Keys
+    are then added up in another order than in loops without a tree, and bits differ where the fix-up runs. OPAQUE hides
+    the load behind an instruction that the compiler does not look through.
     """
-    return (load_cells(at + column, ok & (column >= 0), S) != 0) | (column < 0)
+    x = tl.load(at + column, mask=ok & (column >= 0), other=1).to(tl.int32)
+    if OPAQUE:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=False, pack=1)
+    return x != 0
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def tile_gradients(
         x = tl.where(added == float("-inf"), float("-inf"), x)
     if S.tree:
         if mixed:
-            x = tl.where(tree_cells(tree_at, n - own_keys, ok, S), x, float("-inf"))
+            x = tl.where(tree_cells(tree_at, n - own_keys, ok, False), x, float("-inf"))
     if NATURAL:
         p = tl.exp2(x * LOG2E)
     else:
