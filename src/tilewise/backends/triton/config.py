@@ -70,7 +70,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(32, 32, 8, 1)
     if not plain:
         return Config(64, 64, 8, 1)
-    return Config(128, 32, 8, 2) if wide <= 384 else Config(64, 32, 8, 2)
+    return Config(128, 32, 8, 2) if wide <= 320 else Config(64, 32, 8, 2)
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
