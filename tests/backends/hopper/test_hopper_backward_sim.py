@@ -10,15 +10,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-import torch
-
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Backward
-from tilewise.backends import reference as oracle
+from hopper_bwd_sim import Backward, check_fix_up, ran
 from tilewise.backends.hopper.bwd import config
-from tilewise.core.tensors import sequences
-from tilewise.reference import visible_cells
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -93,43 +88,16 @@ CLEAN = {"clean": True, "persistent": True, "guarded": False}
 HIDING = [name for name in CASES if name != "D64"]
 
 
-def gradients(made, kernels, splits=1, seed=3, **changes):
-    """The gradients by the simulator, with 2 programs that take key blocks one after the other."""
-    for gradient in made.call.tensors.gradients().values():
-        gradient.fill_(float("nan"))
-    with patch.object(config, "splits_of", lambda p: splits):
-        Backward(made.call.problem, made.call.tensors, **({"persistent": True} | changes)).run(kernels, 2, seed)
-    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
-
-
-def made_of(case, slack=0.0):
-    return make_gradients(case, slack=slack, grads=("q", "k", "v"))
-
-
 def fix_up(name, kernels, splits=1, converts=False, seed=3):
-    """The fix-up of inputs with NaN in every slack, and in a row of q, k and v that some rows see, against the first
-    launch over clean inputs, bit by bit.
-    """
-    forms = {"converts": converts and splits == 1}
-    clean = gradients(made_of(CASES[name]), kernels, splits, seed, **forms)
-    got = gradients(made_of(CASES[name], float("nan")), kernels, splits, seed, **forms, **CLEAN)
-    for gradient, x in clean.items():
-        assert torch.equal(x, got[gradient]), f"d{gradient} of {name} with NaN in the slack"
-    if CASES[name].form != "dense" or CASES[name].lengths:
-        return
-    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",)), ("v", ("q",))):
-        made = made_of(CASES[name])
-        f, p = made.call.tensors.forward, made.call.problem
-        seen = next(visible_cells(seq) for seq in sequences(p, f))[0]
-        row = seen.shape[0 if spoilt == "q" else 1] // 2 + 3
-        getattr(f, spoilt)[:, :, row] = float("nan")
-        oracle.run(oracle.plan(p), f)
-        got = gradients(made, kernels, splits, seed, **forms, **CLEAN)
-        unseen = ~(seen[row] if spoilt == "q" else seen[:, row])
-        assert unseen.any()
-        for gradient in gone:
-            assert torch.equal(clean[gradient][:, :, unseen], got[gradient][:, :, unseen]), f"{name}: NaN in {spoilt}"
-            assert got[gradient][:, :, ~unseen].isnan().all(-1).any(), f"{name}: a NaN that is seen is lost"
+    """By 2 programs that take key blocks one after the other."""
+    forms = {"persistent": True, "converts": converts and splits == 1}
+
+    def run(made, clean):
+        changes = forms | (CLEAN if clean else {})
+        with patch.object(config, "splits_of", lambda p: splits):
+            return ran(Backward(made.call.problem, made.call.tensors, **changes), kernels, 2, seed)
+
+    check_fix_up(CASES[name], run, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize("converts", [False, True])
@@ -145,7 +113,7 @@ def test_fix_up_of_split_key_blocks_keeps_bits(name):
 
 def not_flagged(kernels):
     """A fix-up of a call that is not flagged writes nothing."""
-    made = made_of(CASES["window"])
+    made = make_gradients(CASES["window"], slack=0.0, grads=("q", "k", "v"))
     for gradient in made.call.tensors.gradients().values():
         gradient.fill_(7.0)
     sim = Backward(made.call.problem, made.call.tensors, **CLEAN)

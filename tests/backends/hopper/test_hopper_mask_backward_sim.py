@@ -10,14 +10,9 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-import torch
-
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Backward
-from tilewise.backends import reference as oracle
-from tilewise.core.tensors import sequences
-from tilewise.reference import visible_cells
+from hopper_bwd_sim import Backward, check_fix_up, ran
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -78,35 +73,12 @@ def test_each_thread_reads_its_own_cells_where_tiles_cannot_be_copied(near):
 CLEAN = {"clean": True, "persistent": True, "guarded": False}
 
 
-def gradients(made, kernels, seed, **changes):
-    for gradient in made.call.tensors.gradients().values():
-        gradient.fill_(float("nan"))
-    Backward(made.call.problem, made.call.tensors, **({"persistent": True} | changes)).run(kernels, 2, seed)
-    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
-
-
 def fix_up(name, kernels, seed=0):
-    """The fix-up of inputs with NaN in every slack, and in a row of q and k that some rows see: it has the bits of the
-    first launch over clean inputs.
-    """
-    clean = gradients(make_gradients(CASES[name], slack=0.0, grads=MASK), kernels, seed)
-    made = make_gradients(CASES[name], slack=float("nan"), grads=MASK)
-    for gradient, x in gradients(made, kernels, seed, **CLEAN).items():
-        assert torch.equal(x, clean[gradient]), f"d{gradient} of {name} with NaN in the slack"
-    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",))):
-        made = make_gradients(CASES[name], slack=0.0, grads=MASK)
-        f, p = made.call.tensors.forward, made.call.problem
-        seen = torch.stack([visible_cells(seq).expand(p.heads, -1, -1) for seq in sequences(p, f)])
-        row = 57
-        getattr(f, spoilt)[:, :, row] = float("nan")
-        oracle.run(oracle.plan(p), f)
-        got = gradients(made, kernels, seed, **CLEAN)
-        unseen = ~(seen[:, :, row] if spoilt == "q" else seen[..., row])  # [B, H, keys or rows]
-        unseen = unseen.unflatten(1, (got[gone[0]].shape[1], -1)).all(2)  # by all heads of a group
-        assert unseen.any()
-        for gradient in gone:
-            assert torch.equal(clean[gradient][unseen], got[gradient][unseen]), f"{name}: NaN in {spoilt}"
-            assert got[gradient][~unseen].isnan().any(), f"{name}: a NaN that is seen is lost"
+    def run(made, clean):
+        changes = CLEAN if clean else {"persistent": True}
+        return ran(Backward(made.call.problem, made.call.tensors, **changes), kernels, 2, seed)
+
+    check_fix_up(CASES[name], run, MASK)
 
 
 FIXED = [name for name in CASES if "lengths" not in name and "least" not in name]

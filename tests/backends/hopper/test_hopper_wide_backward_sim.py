@@ -9,14 +9,9 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-import torch
-
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Wide
-from tilewise.backends import reference as oracle
-from tilewise.core.tensors import sequences
-from tilewise.reference import visible_cells
+from hopper_bwd_sim import Wide, check_fix_up, ran
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -64,40 +59,11 @@ CLEAN = {"clean": True, "guarded": False}
 HIDING = [name for name in CASES if name != "256, groups" and "softcap" not in name] + ["256 softcap", "512 softcap"]
 
 
-def gradients(made, kernels, seed, **changes):
-    for gradient in made.call.tensors.gradients().values():
-        gradient.fill_(float("nan"))
-    Wide(made.call.problem, made.call.tensors, **changes).run(kernels, seed=seed)
-    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
-
-
-def made_of(case, slack=0.0):
-    return make_gradients(case, slack=slack, grads=("q", "k", "v"))
-
-
 def fix_up(name, kernels, seed=0):
-    """The fix-up of inputs with NaN in every slack, and in a row of q, k and v that some rows see: it has the bits of
-    the first launch over clean inputs.
-    """
-    case = CASES[name]
-    clean = gradients(made_of(case), kernels, seed)
-    for gradient, x in gradients(made_of(case, float("nan")), kernels, seed, **CLEAN).items():
-        assert torch.equal(x, clean[gradient]), f"d{gradient} of {name} with NaN in the slack"
-    if case.form != "dense" or case.lengths:
-        return
-    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",)), ("v", ("q",))):
-        made = made_of(case)
-        f, p = made.call.tensors.forward, made.call.problem
-        seen = next(visible_cells(seq) for seq in sequences(p, f))[0]
-        row = seen.shape[0 if spoilt == "q" else 1] // 2 + 3
-        getattr(f, spoilt)[:, :, row] = float("nan")
-        oracle.run(oracle.plan(p), f)
-        got = gradients(made, kernels, seed, **CLEAN)
-        unseen = ~(seen[row] if spoilt == "q" else seen[:, row])
-        assert unseen.any()
-        for gradient in gone:
-            assert torch.equal(clean[gradient][:, :, unseen], got[gradient][:, :, unseen]), f"{name}: NaN in {spoilt}"
-            assert got[gradient][:, :, ~unseen].isnan().any(), f"{name}: a NaN that is seen is lost"
+    def run(made, clean):
+        return ran(Wide(made.call.problem, made.call.tensors, **(CLEAN if clean else {})), kernels, seed=seed)
+
+    check_fix_up(CASES[name], run, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize("name", HIDING)
@@ -107,7 +73,7 @@ def test_fix_up_keeps_bits(name):
 
 def not_flagged(kernels):
     for name in ("256 window", "192/128 causal, groups", "512 causal, groups"):
-        made = made_of(CASES[name])
+        made = make_gradients(CASES[name], slack=0.0, grads=("q", "k", "v"))
         for gradient in made.call.tensors.gradients().values():
             gradient.fill_(7.0)
         sim = Wide(made.call.problem, made.call.tensors, **CLEAN)
