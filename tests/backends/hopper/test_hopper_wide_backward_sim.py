@@ -97,6 +97,7 @@ FIX_UP_MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIX_UP_MUTANTS)
 def test_a_wrong_fix_up_is_noticed(name):
     file, old, new = FIX_UP_MUTANTS[name]
