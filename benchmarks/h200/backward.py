@@ -25,7 +25,7 @@ from timing import ceilings, seconds
 
 from tilewise.autograd import _checked
 from tilewise.backends.hopper.bwd import config
-from tilewise.backends.hopper.bwd.launch import Bound
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.core.tensors import BackwardTensors
 from tilewise.dispatch import planner
 
@@ -56,9 +56,9 @@ def other(made: Work) -> Callable[[], Any]:
     plan, tensors = made
     heuristic = config.persistent
     config.persistent = lambda p: not heuristic(p)
-    bound = Bound(plan)
+    launcher = NarrowLauncher(plan)
     config.persistent = heuristic
-    return lambda: bound(tensors)
+    return lambda: launcher(tensors)
 
 
 def peers(

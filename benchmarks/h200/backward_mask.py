@@ -26,7 +26,7 @@ from backward_triton import PLANE, Row, flops, made_of, sdpa, whole_pass
 from timing import ceilings, seconds
 
 from tilewise.backends.hopper.bwd import config
-from tilewise.backends.hopper.bwd.launch import Bound
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.dispatch import planner
 from tilewise.testing.case import Case
 
@@ -71,13 +71,13 @@ HOWS: dict[str, Callable[[Any], dict[str, Any]]] = {
 PLANES = {f"{n} planes": n for n in (4, 12, 24)}  # at once; the same kernels
 
 
-def bound_of(made: Any, how: str = "hopper") -> Bound:
+def launcher_of(made: Any, how: str = "hopper") -> NarrowLauncher:
     chosen = config.spec_of
     change = HOWS.get(how, HOWS["hopper"])
     config.spec_of = lambda p: replace(chosen(p), **change(chosen(p)))
-    bound = Bound(planner.choose(made.problem, "hopper"), PLANES.get(how, 0))
+    launcher = NarrowLauncher(planner.choose(made.problem, "hopper"), PLANES.get(how, 0))
     config.spec_of = chosen
-    return bound
+    return launcher
 
 
 def hows(name: str) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def hows(name: str) -> tuple[str, ...]:
 
 def compile_one(name: str, how: str) -> None:
     made = made_of(ROWS[name][0])[1]
-    way = whole_pass(made) if how == "triton" else lambda: bound_of(made, how)(made.tensors)
+    way = whole_pass(made) if how == "triton" else lambda: launcher_of(made, how)(made.tensors)
     way()
     torch.cuda.synchronize()
 
@@ -141,22 +141,22 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, f
     }
 
 
-def launches(bound: Bound, tensors: Any) -> dict[str, Callable[[], Any]]:
+def launches(launcher: NarrowLauncher, tensors: Any) -> dict[str, Callable[[], Any]]:
     """Each launch of a call by itself."""
-    (steps,) = bound.ready.values()
-    given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
+    (steps,) = launcher.ready.values()
+    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
-    bound.again(steps, at, tensors.dout.device)
-    dq, sums = ["dQ"] * (not bound.spec.converts), ["mask's sums"] * config.sums_mask(bound.problem)
-    names = ("statistics", "backward", *dq, *sums, *["fix-up"] * bound.spec.guarded)
+    launcher.relaunch(steps, at, tensors.dout.device)
+    dq, sums = ["dQ"] * (not launcher.spec.converts), ["mask's sums"] * config.sums_mask(launcher.problem)
+    names = ("statistics", "backward", *dq, *sums, *["fix-up"] * launcher.spec.guarded)
     parts = {name: [step] for name, step in zip(names, steps, strict=True)}
     parts["backward"].insert(0, steps[0])  # without it, its counter says that all is done
-    return {name: lambda s=part: (given, bound.again(s, at, tensors.dout.device)) for name, part in parts.items()}
+    return {name: lambda s=part: (given, launcher.relaunch(s, at, tensors.dout.device)) for name, part in parts.items()}
 
 
-def times(bound: Bound, made: Any, args: Any) -> dict[str, float]:
+def times(launcher: NarrowLauncher, made: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch."""
-    parts = seconds(launches(bound, made.tensors), args.rounds, args.budget / 3)
+    parts = seconds(launches(launcher, made.tensors), args.rounds, args.budget / 3)
     parts["backward"] -= parts["statistics"]
     return {part: round(1e6 * t, 1) for part, t in parts.items()}
 
@@ -164,19 +164,19 @@ def times(bound: Bound, made: Any, args: Any) -> dict[str, float]:
 def timed(name: str, args: Any) -> dict[str, Any]:
     row, wanted = ROWS[name]
     given, made, dout = made_of(row)
-    bounds = {how: bound_of(made, how) for how in hows(name)}
-    ways: dict[str, Any] = {way: lambda b=bound: b(made.tensors) for way, bound in bounds.items()}
+    launchers = {how: launcher_of(made, how) for how in hows(name)}
+    ways: dict[str, Any] = {way: lambda b=launcher: b(made.tensors) for way, launcher in launchers.items()}
     known = gradients(made, ways["hopper"])
     if name in BY_TRITON:
         ways["triton"] = whole_pass(made)
         known = gradients(made, ways["triton"])
-    differs = {way: apart(gradients(made, ways[way]), known) for way in bounds}
+    differs = {way: apart(gradients(made, ways[way]), known) for way in launchers}
     del known
     peer = sdpa(given, dout, made) if row.mask_dtype == torch.bfloat16 else None  # SDPA takes one of q's type
     if peer is not None:
         ways["sdpa"] = peer
     taken = seconds(ways, args.rounds, args.budget)
-    parts = {how: times(bound, made, args) for how, bound in bounds.items() if how not in PLANES}
+    parts = {how: times(launcher, made, args) for how, launcher in launchers.items() if how not in PLANES}
     rates = {way: round(flops(made, 1.0) / t / 1e12, 1) for way, t in taken.items()}
     best = rates["hopper"] / rates["sdpa"] if "sdpa" in rates else None
     return {
@@ -203,7 +203,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.once:
         made = made_of(ROWS[args.once][0])[1]
-        bound_of(made)(made.tensors)
+        launcher_of(made)(made.tensors)
         torch.cuda.synchronize()
         return
     start = time.perf_counter()

@@ -23,7 +23,7 @@ from backward_checks import repeats
 from timing import graphed, seconds
 
 from tilewise.backends.hopper.bwd import config
-from tilewise.backends.hopper.bwd.launch import Bound
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import check_gradients
 
@@ -73,7 +73,7 @@ def made_of(D: int, B: int, H: int, Hkv: int, L: int, causal: bool) -> tuple[Any
 def compile_one(what: tuple[Any, ...], splits: int) -> None:
     use(splits)
     (plan, tensors), _ = made_of(*what)
-    Bound(plan)(tensors)
+    NarrowLauncher(plan)(tensors)
     torch.cuda.synchronize()
 
 
@@ -89,14 +89,15 @@ def compiling(pool: ProcessPoolExecutor, rows: list[Any]) -> dict[Future[Any], A
     return {pool.submit(compile_one, *job): job for job in jobs.values()}
 
 
-def launches(bound: Bound, tensors: Any, args: Any) -> dict[str, float]:
+def launches(launcher: NarrowLauncher, tensors: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch but the kernel, which cannot run again without what is before it."""
-    (steps,) = bound.ready.values()
-    given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
+    (steps,) = launcher.ready.values()
+    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
-    bound.again(steps, at, tensors.dout.device)
+    device = tensors.dout.device
+    launcher.relaunch(steps, at, device)
     runs = {
-        step.launch.compiled.metadata.name: graphed([lambda s=step: bound.again([s], at, tensors.dout.device)] * 20)
+        step.launch.compiled.metadata.name: graphed([lambda s=step: launcher.relaunch([s], at, device)] * 20)
         for step in steps
         if step.launch.compiled.metadata.name != "backward"
     }
@@ -115,18 +116,18 @@ def timed(args: Any, what: tuple[Any, ...]) -> dict[str, Any]:
         if splits > 2 and row["programs"] * splits > 660:
             continue
         use(splits)
-        bound = Bound(plan)
-        bound(tensors)
+        launcher = NarrowLauncher(plan)
+        launcher(tensors)
         got = {name: x.float() for name, x in tensors.gradients().items()}
         want = want or got
         apart = max(float((got[n] - want[n]).norm() / want[n].norm()) for n in got)
         assert apart < 0.01, (what, splits, apart)  # its dK and dV are other sums, rounded once
         if what in ROWS[:2] and splits in (2, 4):
             try:
-                row.setdefault("launches, us", {})[splits] = launches(bound, tensors, args)
+                row.setdefault("launches, us", {})[splits] = launches(launcher, tensors, args)
             except Exception as error:
                 print(f"  launches: {type(error).__name__}: {str(error)[:200]}")
-        runs[splits] = graphed([lambda bound=bound: bound(tensors)] * 4)
+        runs[splits] = graphed([lambda launcher=launcher: launcher(tensors)] * 4)
     use(0)
     row["model, us"] = {splits: round(config.time_of(plan.problem, splits)) for splits in runs}
     ways = {str(splits): run for splits, run in runs.items()}

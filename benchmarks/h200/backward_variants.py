@@ -25,7 +25,7 @@ from backward import BF16, work
 from timing import seconds
 
 from tilewise.backends.hopper.bwd import config
-from tilewise.backends.hopper.bwd.launch import Bound
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import check_gradients, make_gradients
 
@@ -116,7 +116,7 @@ def made_of(name: str, D: int) -> tuple[Any, float]:
 def compile_one(name: str, D: int, form: str) -> None:
     use(form)
     (plan, tensors), _ = made_of(name, D)
-    Bound(plan)(tensors)
+    NarrowLauncher(plan)(tensors)
     torch.cuda.synchronize()
 
 
@@ -136,7 +136,7 @@ def gradients(made: Any, form: str) -> dict[str, torch.Tensor]:
     for x in tensors.gradients().values():
         x.fill_(float("nan"))
     use(form)
-    Bound(plan)(tensors)
+    NarrowLauncher(plan)(tensors)
     return {name: x.clone() for name, x in tensors.gradients().items()}
 
 
@@ -147,16 +147,16 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n].float() - b[n].float()).norm() / b[n].float().norm()) for n in a)
 
 
-def parts(bound: Bound, tensors: Any, args: Any) -> dict[str, float]:
+def parts(launcher: NarrowLauncher, tensors: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch beside the kernel, which cannot run without what is before it."""
-    (steps,) = bound.ready.values()
-    given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
+    (steps,) = launcher.ready.values()
+    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
     beside = {n: step for n, step in enumerate(steps) if step.launch.compiled.metadata.name != "backward"}
     found = {}
     for n, step in beside.items():
-        bound.again(steps, at, tensors.dout.device)
-        run = lambda s=step: bound.again([s], at, tensors.dout.device)  # noqa: E731
+        launcher.relaunch(steps, at, tensors.dout.device)
+        run = lambda s=step: launcher.relaunch([s], at, tensors.dout.device)  # noqa: E731
         name = f"{n} {step.launch.compiled.metadata.name}"
         found[name] = round(seconds({name: run}, args.rounds, args.budget)[name] * 1e6, 1)
     return found
@@ -173,8 +173,8 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
             if form != "plain":
                 row["apart"][form] = apart(gradients(made, form), want)
             use(form)
-            bound = Bound(made[0])
-            runs[form] = lambda bound=bound: bound(made[1])
+            launcher = NarrowLauncher(made[0])
+            runs[form] = lambda launcher=launcher: launcher(made[1])
             runs[form]()
             torch.cuda.synchronize()
             if form != "plain" and name in ("window", "packed"):
@@ -186,7 +186,7 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
         except Exception as error:
             row.setdefault("failed", {})[form] = f"{type(error).__name__}: {str(error)[:200]}"
         if args.parts and name == "window" and form in ("plain", "both") and form in runs:
-            row.setdefault("beside, us", {})[form] = parts(bound, made[1], args)
+            row.setdefault("beside, us", {})[form] = parts(launcher, made[1], args)
     use("plain")
     times = seconds(runs, args.rounds, args.budget)
     row["us"] = {form: round(t * 1e6, 1) for form, t in times.items()}

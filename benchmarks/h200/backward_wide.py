@@ -24,7 +24,7 @@ from backward import BF16, Work, peers, timed, unpack_peers, work
 from backward_checks import check, repeats
 from timing import ceilings
 
-from tilewise.backends.hopper.bwd.wide.launch import WideBound
+from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 from tilewise.testing.case import Case
 
 # D, Dv, heads, KV heads, tokens in all, lengths
@@ -55,24 +55,24 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def bound_of(made: Work, changes: Any = (), planes: int = 0) -> WideBound:
-    bound = WideBound(made[0], planes)
+def launcher_of(made: Work, changes: Any = (), planes: int = 0) -> WideLauncher:
+    launcher = WideLauncher(made[0], planes)
     if changes:
-        bound.specs = tuple(replace(s, **changed) for s, changed in zip(bound.specs, changes, strict=True))
-    return bound
+        launcher.specs = tuple(replace(s, **changed) for s, changed in zip(launcher.specs, changes, strict=True))
+    return launcher
 
 
 def variants(D: int, causal: bool) -> dict[str, Any]:
     return VARIANTS[D][1] if causal == VARIANTS[D][0] else {}
 
 
-def launches(bound: WideBound, tensors: Any) -> list[Callable[[], Any]]:
+def launches(launcher: WideLauncher, tensors: Any) -> list[Callable[[], Any]]:
     """Each launch of a call by itself: what comes before, dQ, dK and dV, and what comes after."""
-    (steps,) = bound.ready.values()
-    given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
+    (steps,) = launcher.ready.values()
+    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
-    bound.again(steps, at, tensors.dout.device)
-    return [lambda s=step: (given, bound.again([s], at, tensors.dout.device)) for step in steps]
+    launcher.relaunch(steps, at, tensors.dout.device)
+    return [lambda s=step: (given, launcher.relaunch([s], at, tensors.dout.device)) for step in steps]
 
 
 def inputs(D: int, Dv: int, H: int, Hkv: int, B: int, L: int) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def inputs(D: int, Dv: int, H: int, Hkv: int, B: int, L: int) -> list[torch.Tens
 
 def compile_one(D: int, Dv: int, causal: bool, changes: Any) -> None:
     made = work(*inputs(D, Dv, 4, 4, 1, 1024), "hopper", causal=causal)
-    bound_of(made, changes)(made[1])
+    launcher_of(made, changes)(made[1])
     torch.cuda.synchronize()
 
 
@@ -124,21 +124,21 @@ def cell(args: Any, D: int, Dv: int, H: int, Hkv: int, B: int, L: int, causal: b
     q, k, v, dout = inputs(D, Dv, H, Hkv, B, L)
     ways = peers(args.peers, q, k, v, dout, causal, ("fa3x",)) if D <= 256 else {}
     made = work(q, k, v, dout, "hopper", causal=causal)
-    bounds = {"ours": bound_of(made)}
+    launchers = {"ours": launcher_of(made)}
     if not args.unchecked:
-        bounds |= {name: bound_of(made, x) for name, x in variants(D, causal).items()}
+        launchers |= {name: launcher_of(made, x) for name, x in variants(D, causal).items()}
     for planes in PLANES[D] if causal and not args.unchecked else ():
         if planes <= Hkv * B:
-            bounds[f"{planes} planes"] = bound_of(made, planes=planes)
-    ways |= {name: lambda b=bound: b(made[1]) for name, bound in bounds.items()}
+            launchers[f"{planes} planes"] = launcher_of(made, planes=planes)
+    ways |= {name: lambda b=launcher: b(made[1]) for name, launcher in launchers.items()}
     cells = B * H * (L * (L + 1) / 2 if causal else L * L)
     name = f"D{D}/{Dv} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}"
     row = timed(args, name, ways, 2 * (3 * D + 2 * Dv) * cells)
     if args.unchecked:
         return row
-    parts = launches(bounds["ours"], made[1])
+    parts = launches(launchers["ours"], made[1])
     row["us by launch"] = us = list(timed(args, "    by launch", dict(enumerate(parts)), 1e12)["us"].values())
-    raw = [cells * 2 * products(D, Dv, s) / us[n + 1] / 1e6 for n, s in enumerate(bounds["ours"].specs)]
+    raw = [cells * 2 * products(D, Dv, s) / us[n + 1] / 1e6 for n, s in enumerate(launchers["ours"].specs)]
     row["raw TFLOPS"] = [round(x, 1) for x in raw]
     print("   ", row["us by launch"], row["raw TFLOPS"], flush=True)
     return row
@@ -166,7 +166,7 @@ def main() -> None:
     if args.once:
         D, Dv, H, Hkv, *_ = next(x for x in CELLS if x[0] == args.once)
         made = work(*inputs(D, Dv, H, Hkv, 1, 8192), "hopper")
-        bound_of(made)(made[1])
+        launcher_of(made)(made[1])
         torch.cuda.synchronize()
         return
     start = time.perf_counter()

@@ -55,26 +55,26 @@ class Backward:
 
     def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
         self.problem, self.t, self.changes = problem, t, changes
-        self.bound = self.bind(Plan(problem, "hopper", "", (1, 1)))
+        self.launcher = self.launcher_of(Plan(problem, "hopper", "", (1, 1)))
         self.starts = [0] * problem.batch
         self.lengths = [problem.q_len] * problem.batch
         if problem.packed_q:
             cu = t.forward.cu_seqlens_q.tolist()
             self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
-        self.bound.spec = replace(self.bound.spec, **changes)
-        self.given = self.bound.tensors(t)
-        self.spec = replace(self.bound.spec_for(self.given), **changes)
+        self.launcher.spec = replace(self.launcher.spec, **changes)
+        self.given = self.launcher.tensors(t)
+        self.spec = replace(self.launcher.spec_for(self.given), **changes)
         if "ACC" in self.given:
             self.given["ACC"].fill_(float("nan"))
 
-    def bind(self, plan: Plan) -> Any:
-        from tilewise.backends.hopper.bwd.launch import Bound
+    def launcher_of(self, plan: Plan) -> Any:
+        from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 
-        return Bound(plan)
+        return NarrowLauncher(plan)
 
     def entries(self) -> Any:
         """Batch row, head, first row, rows in it, and place of each query block."""
-        p, BM, per_head = self.problem, self.bound.BM, self.bound.q_blocks
+        p, BM, per_head = self.problem, self.launcher.BM, self.launcher.q_blocks
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             for h in range(p.heads):
                 for i in range(-(-length // BM)):
@@ -82,7 +82,7 @@ class Backward:
                     yield 0 if p.packed_q else b, h, start + i * BM, min(BM, length - i * BM), at
 
     def before(self) -> None:
-        f, p, BM = self.t.forward, self.problem, self.bound.BM
+        f, p, BM = self.t.forward, self.problem, self.launcher.BM
         stats, lse2 = self.given["STATS"].numpy(), self.given["LSE2"]
         stats[...] = 0
         if self.t.dmask is not None and config.skips_cells(p):
@@ -118,18 +118,18 @@ class Backward:
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()
         g, s, t = self.given, self.spec, self.t
-        k_blocks = self.bound.k_blocks(t.forward.k)
-        made = self.bound.arguments(g) | self.bound.partials(g) | {"S": s}
+        k_blocks = self.launcher.k_blocks(t.forward.k)
+        made = self.launcher.arguments(g) | self.launcher.partials(g) | {"S": s}
         made = {name: flat(x) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
-        described = self.bound.descriptors(g).items()
+        described = self.launcher.descriptors(g).items()
         made |= {name: d and Descriptor(d.base.numpy(), d.block_shape) for name, d in described}
         if s.packed:
             made["TABLE"] = listed(t.forward.cu_seqlens_k, 128, k_blocks)
         arguments = kernels["bwd.arguments"].BackwardArguments
-        launch(kernels["bwd.kernel"].backward, arguments, made, programs or k_blocks * self.bound.planes, seed)
+        launch(kernels["bwd.kernel"].backward, arguments, made, programs or k_blocks * self.launcher.planes, seed)
         self.after()
         if config.sums_mask(self.problem):
-            count = g["DMASK"].shape[0] * made["planes_h"] * self.bound.q_blocks * made["tiles_k"]
+            count = g["DMASK"].shape[0] * made["planes_h"] * self.launcher.q_blocks * made["tiles_k"]
             launch(kernels["bwd.mask_sums"].mask_sums, kernels["bwd.mask_sums"].SumArguments, made, count, seed)
 
     def after(self) -> None:
@@ -155,14 +155,14 @@ class Backward:
 class Wide(Backward):
     """The same of wide heads: two launches."""
 
-    def bind(self, plan: Plan) -> Any:
-        from tilewise.backends.hopper.bwd.wide.launch import WideBound
+    def launcher_of(self, plan: Plan) -> Any:
+        from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 
-        return WideBound(plan)
+        return WideLauncher(plan)
 
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()
-        for s in self.bound.specs:
+        for s in self.launcher.specs:
             self.launch_one(kernels, replace(s, **self.changes), seed)
         if self.problem.packed_q:
             for x, cu in ((self.t.dq, "CU_Q"), (self.t.dk, "CU_K"), (self.t.dv, "CU_K")):
@@ -172,8 +172,8 @@ class Wide(Backward):
         from tilewise.backends.hopper.bwd.wide.launch import names_of
 
         g, names = self.given, names_of(s)
-        made: dict[str, Any] = {name: flat(x) for name, x in g.items()} | self.bound.sizes
-        own = self.bound.own(g, s)
+        made: dict[str, Any] = {name: flat(x) for name, x in g.items()} | self.launcher.sizes
+        own = self.launcher.own(g, s)
         for name, value in own.items():
             if hasattr(value, "block_shape"):
                 own[name] = Descriptor(g[names[name.rstrip("1")]].numpy(), value.block_shape)

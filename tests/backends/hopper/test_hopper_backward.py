@@ -12,8 +12,10 @@ if sys.platform != "linux":
 from aot import SHARED
 from hopper_aot import build
 from tilewise.backends.gpu.kernel import OPTIONS
-from tilewise.backends.hopper.bwd import config, launch
+from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward
+from tilewise.backends.hopper.bwd.launch import LISTING
+from tilewise.backends.hopper.bwd.narrow_launch import COMBINE_ROWS, NarrowLauncher
 from tilewise.backends.hopper.bwd.nonfinite import fix_up as fix_up_kernel
 from tilewise.backends.hopper.bwd.prepost import clear_rest, combine_splits, list_blocks, postprocess, preprocess
 from tilewise.core.mask_rules import MaskRules, query_span
@@ -57,9 +59,9 @@ def given(p):
         f.mask = torch.empty(own, dtype=p.mask.dtype, device="meta").expand(sizes)
         dtype = torch.float32 if any(p.mask.broadcast) else p.mask.dtype
         dmask = torch.empty(own, dtype=dtype, device="meta") if "mask" in p.grads else None
-    bound = launch.Bound(Plan(p, "hopper", "", (1, 1)))
-    tensors = bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask))
-    return bound, bound.arguments(tensors) | bound.descriptors(tensors) | bound.partials(tensors)
+    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)))
+    tensors = launcher.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask))
+    return launcher, launcher.arguments(tensors) | launcher.descriptors(tensors) | launcher.partials(tensors)
 
 
 def built(function, arguments, constants=("S",)):
@@ -109,10 +111,10 @@ HIDING = [p for p in PROBLEMS if config.spec_of(p).guarded]
 def test_fix_ups_fit(p, monkeypatch):
     """The kernel that computes a flagged call again, with the memory and the launches it takes."""
     monkeypatch.setattr(config, "CLEANS", True)
-    bound, arguments = given(p)
-    assert bound.cleans
+    launcher, arguments = given(p)
+    assert launcher.cleans
     assert arguments["COUNTER_2"].shape == (1,)
-    assert arguments["SEMAPHORES_2"].shape == (bound.blocks,)
+    assert arguments["SEMAPHORES_2"].shape == (launcher.blocks,)
     made = built(backward, arguments | {"S": replace(arguments["S"], clean=True, persistent=True, guarded=False)})
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
@@ -123,19 +125,19 @@ def test_fix_ups_fit(p, monkeypatch):
 @pytest.mark.parametrize("p", PROBLEMS[-4:-1], ids=("packed", "dense", "softcap"))
 def test_what_comes_before_and_after_compiles(p):
     _, arguments = given(p)
-    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "GUARDED", "CONVERTS", "AGAIN")
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "GUARDED", "CONVERTS", "FIX_UP")
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
     fix_up = built(fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK"))
     assert fix_up.shared <= SHARED[90]
     partials = {"DK_PARTIALS": arguments["LSE"], "DV_PARTIALS": arguments["LSE"]}
-    sizes = {"kv_heads": 4, "rows": 4096, "splits": 2, "ROWS": launch.COMBINE_ROWS}
-    assert built(combine_splits, arguments | partials | sizes, ("ROWS", "D", "AGAIN")).sass
+    sizes = {"kv_heads": 4, "rows": 4096, "splits": 2, "ROWS": COMBINE_ROWS}
+    assert built(combine_splits, arguments | partials | sizes, ("ROWS", "D", "FIX_UP")).sass
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}
         assert built(clear_rest, arguments | rest | {"ROWS": 32}, ("ROWS", "D")).sass
-        listing = {"slots": 9, "BN": 128} | launch.LISTING
+        listing = {"slots": 9, "BN": 128} | LISTING
         assert built(list_blocks, arguments | listing, ("BN", "SLOTS", "RUN")).sass
 
 

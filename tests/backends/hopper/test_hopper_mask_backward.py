@@ -15,9 +15,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from aot import SHARED
 from test_hopper_backward import built, given, problem
 from tilewise.backends import hopper
-from tilewise.backends.hopper.bwd import config, launch
+from tilewise.backends.gpu.kernel import Kernel
+from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.mask_sums import mask_sums
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.backends.hopper.descriptors import has_tiles, mask_descriptor
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec
@@ -195,13 +197,13 @@ def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
         launched.append((self.function.__name__, grid, described))
         return SimpleNamespace(pointers=[name for name, x in taken.items() if isinstance(x, torch.Tensor)])
 
-    monkeypatch.setattr(launch.Kernel, "first", first)
+    monkeypatch.setattr(Kernel, "first", first)
     case = Case(B=2, H=4, Lq=300, Lk=520, D=64, dtype="bf16", mask=dims, mask_kind=kind, causal=True)
     call = make_gradients(case).call
-    bound = launch.Bound(Plan(call.problem, "hopper", "", (1, 1)))
-    tensors = bound.tensors(call.tensors)
+    launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)))
+    tensors = launcher.tensors(call.tensors)
     there = {name for name, x in tensors.items() if x is not None}
-    for step in bound.first(tensors):
+    for step in launcher.first(tensors):
         assert {*step.pointers, *(name for _, name in step.maps)} <= there
     names = [name for name, *_ in launched]
     shared = dims != "bhqk"

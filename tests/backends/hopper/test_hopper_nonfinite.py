@@ -21,7 +21,7 @@ def fixed_up(case):
     """Gradients by the fix-up alone, of inputs with NaN in every hidden place."""
     import torch
 
-    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.nonfinite import fix_up
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -30,10 +30,10 @@ def fixed_up(case):
     t = made.call.tensors
     for x in t.gradients().values():
         x.fill_(float("nan"))
-    bound = bound_to(Plan(made.call.problem, "hopper", "", (1, 1)))
-    given = bound.tensors(t)
+    launcher = launcher_of(Plan(made.call.problem, "hopper", "", (1, 1)))
+    given = launcher.tensors(t)
     given["FLAG"].fill_(0)
-    arguments = bound.arguments(given) | bound.fix_up.constants
+    arguments = launcher.arguments(given) | launcher.fix_up.constants
     arguments = {name: arguments[name] for name in fix_up.arg_names}
     fix_up[(3,)](**arguments)
     assert all(x.isnan().all() for x in t.gradients().values())  # nothing was flagged
@@ -50,7 +50,7 @@ def statistics(case, huge):
     """Rows of a masked call: -lse, -delta; what the scores' product takes off; blocks of a huge lse."""
     import torch
 
-    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
     from tilewise.core.plan import Plan
     from tilewise.testing.check import judge, largest_error
@@ -58,13 +58,13 @@ def statistics(case, huge):
 
     call = make_gradients(case).call
     p, t = call.problem, call.tensors
-    bound = bound_to(Plan(p, "hopper", "", (1, 1)))
-    given = bound.tensors(t)
+    launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
+    given = launcher.tensors(t)
     given["LSE2"].fill_(float("nan"))
     given["HUGE"].fill_(-1)
-    arguments = bound.arguments(given) | {"D": bound.arguments(given)["D_V"]}
-    preprocess[bound.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
-    room, seen = bound.longest * bound.BM, t.forward.lse.isfinite()
+    arguments = launcher.arguments(given) | {"D": launcher.arguments(given)["D_V"]}
+    preprocess[launcher.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
+    room, seen = launcher.longest * launcher.BM, t.forward.lse.isfinite()
     plain, exact = (
         torch.where(seen, t.dlse.to(dtype) - (t.dout.to(dtype) * t.forward.out.to(dtype)).sum(-1), 0)
         for dtype in (torch.float32, torch.float64)
@@ -76,7 +76,7 @@ def statistics(case, huge):
     judge("delta", delta[:, :, : p.q_len], exact, 2 * largest_error(plain, exact), torch.float32)
     assert (lse[:, :, p.q_len :] == -torch.inf).all()
     assert (delta[:, :, p.q_len :] == 0).all()
-    assert set(given["HUGE"][: bound.blocks].tolist()) == {int(huge)}
+    assert set(given["HUGE"][: launcher.blocks].tolist()) == {int(huge)}
     taken = taken[:, :, : p.q_len]
     minus = -t.forward.lse.double() / p.scale
     if huge:  # the product takes off nothing
@@ -91,7 +91,7 @@ def unseen(case):
     from itertools import product
 
     from tilewise.backends.hopper.bwd import config
-    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
@@ -100,15 +100,15 @@ def unseen(case):
     config.splits_of = lambda problem: 1
     call = make_gradients(case, grads=("q", "k", "v")).call
     p, t = call.problem, call.tensors
-    bound = bound_to(Plan(p, "hopper", "", (1, 1)))
-    assert bound.spec.converts
-    given = bound.tensors(t)
+    launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
+    assert launcher.spec.converts
+    given = launcher.tensors(t)
     given["DQ"].fill_(float("nan"))
-    arguments = bound.arguments(given)
-    preprocess[bound.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
+    arguments = launcher.arguments(given)
+    preprocess[launcher.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
     left, right = config.sides(p)
     found = set()
-    for seq, i in product(range(p.batch), range(bound.longest)):
+    for seq, i in product(range(p.batch), range(launcher.longest)):
         starts = [0, 0]
         rows, keys = p.q_len, p.kv_len
         if p.packed_q:
@@ -117,10 +117,10 @@ def unseen(case):
             rows, keys = (x[seq + 1] - x[seq] for x in ends)
         if t.forward.kv_lengths is not None:
             keys = int(t.forward.kv_lengths[seq])
-        if i * bound.BM >= rows:
+        if i * launcher.BM >= rows:
             continue
         shift = p.rules.q_offset if isinstance(p.rules.q_offset, int) else keys - rows
-        row = range(i * bound.BM, (i + 1) * bound.BM)
+        row = range(i * launcher.BM, (i + 1) * launcher.BM)
         # Whole blocks count, as the kernel takes them.
         blocks = [n * 128 - shift for n in range(-(-keys // 128))]
         seen = any(row[-1] >= key - right and row[0] <= key + 127 + left for key in blocks)
@@ -135,18 +135,18 @@ def combined(case, splits):
     import torch
 
     from tilewise.backends.hopper.bwd import config
-    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
 
     config.splits_of = lambda problem: splits
     call = make_gradients(case).call
-    bound = bound_to(Plan(call.problem, "hopper", "", (1, 1)))
-    given = bound.tensors(call.tensors)
+    launcher = launcher_of(Plan(call.problem, "hopper", "", (1, 1)))
+    given = launcher.tensors(call.tensors)
     steps = []
-    bound.step = lambda kernel, grid, arguments, names=None: steps.append((kernel, grid, arguments))
-    bound.main(given, bound.arguments(given))
-    kernel, grid, arguments = next(x for x in steps if x[0] is bound.combine)
+    launcher.step = lambda kernel, grid, arguments, names=None: steps.append((kernel, grid, arguments))
+    launcher.main(given, launcher.arguments(given))
+    kernel, grid, arguments = next(x for x in steps if x[0] is launcher.combine)
     want = []
     for name in ("DK", "DV"):
         partials = given[f"{name}_PARTIALS"].normal_()

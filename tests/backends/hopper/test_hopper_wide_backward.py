@@ -19,7 +19,7 @@ from tilewise.backends.hopper.bwd.nonfinite import fix_up
 from tilewise.backends.hopper.bwd.prepost import preprocess
 from tilewise.backends.hopper.bwd.wide import config
 from tilewise.backends.hopper.bwd.wide.kernel import wide_backward
-from tilewise.backends.hopper.bwd.wide.launch import WideBound
+from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors, Tensors
 from uniform_registers import stale
@@ -45,8 +45,8 @@ def given(p):
         f.cu_seqlens_q = f.cu_seqlens_k = ints(p.batch + 1)
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
-    bound = WideBound(Plan(p, "hopper", "", (1, 1)))
-    return bound, bound.tensors(BackwardTensors(f, torch.empty_like(f.out), None, q, k, v))
+    launcher = WideLauncher(Plan(p, "hopper", "", (1, 1)))
+    return launcher, launcher.tensors(BackwardTensors(f, torch.empty_like(f.out), None, q, k, v))
 
 
 def built(function, arguments, constants=("S",), options=OPTIONS):
@@ -79,10 +79,10 @@ PROBLEMS = [
 @pytest.mark.parametrize("n", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 6, 7))])
 def test_fix_ups_fit(n):
     """The kernels that compute a flagged call again."""
-    bound, tensors = given(PROBLEMS[n])
-    for s in bound.specs:
-        own = bound.own(tensors, replace(s, clean=True, guarded=False))
-        made = built(wide_backward, bound.arguments(tensors) | own)
+    launcher, tensors = given(PROBLEMS[n])
+    for s in launcher.specs:
+        own = launcher.own(tensors, replace(s, clean=True, guarded=False))
+        made = built(wide_backward, launcher.arguments(tensors) | own)
         assert made.shared <= SHARED[90]
         assert "serialized" not in made.report
         assert stale(made.sass) == []
@@ -101,9 +101,9 @@ LAUNCHES = [(n, launch) for n, p in enumerate(PROBLEMS) for launch in range(len(
     ],
 )
 def test_kernels_fit_and_keep_their_products_in_flight(p, launch):
-    bound, tensors = given(p)
-    s = bound.specs[launch]
-    made = built(wide_backward, bound.arguments(tensors) | bound.own(tensors, s))
+    launcher, tensors = given(p)
+    s = launcher.specs[launch]
+    made = built(wide_backward, launcher.arguments(tensors) | launcher.own(tensors, s))
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
     assert stale(made.sass) == []
@@ -117,9 +117,9 @@ def test_kernels_fit_and_keep_their_products_in_flight(p, launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("p", PROBLEMS[-3:], ids=("512", "256", "192"))
 def test_a_softcap_fits_too(p):
-    bound, tensors = given(replace(p, softcap=50.0))
-    for s in bound.specs:
-        made = built(wide_backward, bound.arguments(tensors) | bound.own(tensors, s))
+    launcher, tensors = given(replace(p, softcap=50.0))
+    for s in launcher.specs:
+        made = built(wide_backward, launcher.arguments(tensors) | launcher.own(tensors, s))
         assert made.shared <= SHARED[90]
         assert "serialized" not in made.report
 
@@ -127,13 +127,13 @@ def test_a_softcap_fits_too(p):
 @pytest.mark.slow
 @pytest.mark.parametrize("p", PROBLEMS[-3:], ids=("512", "256", "192"))
 def test_what_comes_before_and_after_compiles(p):
-    bound, tensors = given(p)
-    arguments = bound.arguments(tensors)
+    launcher, tensors = given(p)
+    arguments = launcher.arguments(tensors)
     flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "CONVERTS")
-    before = built(preprocess, arguments | {"D": arguments["D_V"]}, flags, bound.pre.options)
+    before = built(preprocess, arguments | {"D": arguments["D_V"]}, flags, launcher.pre.options)
     assert "0 bytes spill stores" in before.report
     constants = ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK")
-    again = built(fix_up, arguments | bound.fix_up.constants, constants, bound.fix_up.options)
+    again = built(fix_up, arguments | launcher.fix_up.constants, constants, launcher.fix_up.options)
     assert again.shared <= SHARED[90]
 
 

@@ -107,7 +107,7 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
-    _backward_launch().bound_to(plan)(tensors)
+    _backward_launch().launcher_of(plan)(tensors)
 
 
 @cache

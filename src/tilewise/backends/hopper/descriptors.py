@@ -8,7 +8,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gpu.flags import DTYPE_NAMES
 
-TYPES = {"bf16": gl.bfloat16, "f16": gl.float16}
+TYPES = {"bf16": gl.bfloat16, "f16": gl.float16, "f32": gl.float32}
 
 
 def strides_of(x: torch.Tensor) -> list[int]:
@@ -38,3 +38,15 @@ def mask_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of tiles [rows, 64] of a mask; broadcast dims have one element."""
     own = x[tuple(slice(None if stride else 1) for stride in x.stride()[:2])]
     return descriptor(own, rows, 64, DTYPE_NAMES[x.dtype])
+
+
+def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of tiles [rows, columns] of a matrix."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], TYPES[DTYPE_NAMES[x.dtype]])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """A descriptor of tiles [1, columns] of a float32 matrix."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)

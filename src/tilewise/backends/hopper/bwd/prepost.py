@@ -139,10 +139,10 @@ def preprocess(
 @triton.jit
 def postprocess(
     ACC, SEMAPHORES, FLAG, CU_Q, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
-    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr, AGAIN: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr, FIX_UP: tl.constexpr,
 ):  # fmt: skip
-    """Unpacks, scales and converts dQ. AGAIN: after the fix-up, only if the call is flagged."""
-    if AGAIN:
+    """Unpacks, scales and converts dQ. FIX_UP: after the fix-up, only if the call is flagged."""
+    if FIX_UP:
         if tl.load(FLAG) == 0:
             return
     i = tl.program_id(0)
@@ -167,12 +167,12 @@ def postprocess(
 @triton.jit
 def combine_splits(
     FLAG, DK, DV, DK_PARTIALS, DV_PARTIALS, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, kv_heads, rows, head_dim, splits,
-    ROWS: tl.constexpr, D: tl.constexpr, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FIX_UP: tl.constexpr,
 ):  # fmt: skip
-    """Combines dK and dV of split key blocks: sums partials [batch, KV heads, splits, rows, D], in order. AGAIN: after
+    """Combines dK and dV of split key blocks: sums partials [batch, KV heads, splits, rows, D], in order. FIX_UP: after
     the fix-up, only if the call is flagged.
     """
-    if AGAIN:
+    if FIX_UP:
         if tl.load(FLAG) == 0:
             return
     plane = tl.program_id(1)

@@ -11,9 +11,9 @@ import torch
 from .....core.plan import Plan
 from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
-from ...descriptors import descriptor
+from ...descriptors import descriptor, flat_descriptor, row_descriptor
 from ..config import cleans, unstrided
-from ..launch import Launcher, Step, flat_descriptor, row_descriptor
+from ..launch import Launcher, Step
 from ..prepost import preprocess
 from . import config
 from .kernel import wide_backward
@@ -30,7 +30,7 @@ def names_of(s: WideSpec) -> dict[str, str]:
     return OF_QUERIES if s.of_queries else OF_VALUES if s.only == "v" else OF_KEYS
 
 
-class WideBound(Launcher):
+class WideLauncher(Launcher):
     """dQ by one launch, dK and dV by another, or by one each."""
 
     def __init__(self, plan: Plan, planes: int = 0) -> None:
