@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_op
 from triton.compiler import ASTSource
 
 import triton
-from assembler import Assembled, assembled, kept_of
+from assembler import Assembled, assembled, kept_of, stages_of
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
@@ -124,39 +124,47 @@ class Signature:
 
     def shared(self, function: Any, arch: int, options: Any) -> int:
         """Bytes of shared memory, as the compiler allocates them half-way: a second where a whole build takes ten."""
-        made = self.source(ASTSource, function)
-        target = GPUTarget("cuda", arch, 32)
-        backend = CUDABackend(target)
-        given = backend.parse_options(options | made.parse_options())
-        kept = kept_of(made, backend, given, "allocation")
-        if (file := kept.get_file("shared")) is None:
-            file = kept.put(str(self.allocated(made, backend, given)), "shared", binary=False)
-        return int(Path(file).read_text())
+        return int(self.half_way(function, arch, options, "shared", allocated))
 
-    @staticmethod
-    def allocated(made: ASTSource, backend: CUDABackend, given: Any) -> int:
-        target, arch = backend.target, backend.target.arch
-        context = ir.context()
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        implementation = backend.get_codegen_implementation(given)
-        module = made.make_ir(target, given, implementation, backend.get_module_map(), context)
-        found: dict[str, Any] = {}
-        module = backend.make_ttgir(backend.make_ttir(module, found, given, arch), found, given, arch)
-        manager = ir.pass_manager(module.context)
-        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
-        passes.ttgpuir.add_allocate_warp_groups(manager)
-        passes.convert.add_scf_to_cf(manager)
-        passes.gluon.add_inliner(manager)
-        version = get_ptx_version_from_options(given, arch)
-        nvidia_passes.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
-        manager.run(module, "shared memory")
-        return int(module.get_int_attr("ttg.shared"))
+    def ttgir(self, function: Any, arch: int, options: Any) -> str:
+        """The kernel with its layouts, half-way too."""
+        return self.half_way(function, arch, options, "ttgir", lambda module, *_: module)
+
+    def half_way(self, function: Any, arch: int, options: Any, name: str, read: Callable[[Any, int, Any], Any]) -> str:
+        """What `read` makes of the lowered module; kept beside Triton's own."""
+        made = self.source(ASTSource, function)
+        backend = CUDABackend(GPUTarget("cuda", arch, 32))
+        given = backend.parse_options(options | made.parse_options())
+        kept = kept_of(made, backend, given, "half-way")
+        if (file := kept.get_file(name)) is None:
+            module = next(module for stage, module in stages_of(made, backend, given, {}) if stage == "ttgir")
+            file = kept.put(str(read(module, arch, given)), name, binary=False)
+        return Path(file).read_text()
+
+
+def allocated(module: Any, arch: int, given: Any) -> int:
+    """Bytes of shared memory of a lowered module."""
+    manager = ir.pass_manager(module.context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    version = get_ptx_version_from_options(given, arch)
+    nvidia_passes.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
+    manager.run(module, "shared memory")
+    return int(module.get_int_attr("ttg.shared"))
 
 
 def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Assembled:
     signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
     return assembled(signature.source(ASTSource, kernel.function), arch, OPTIONS | kernel.options)
+
+
+def half_way(kernel: Kernel, arguments: dict[str, Any], arch: int) -> tuple[str, int]:
+    """The kernel with its layouts, and its bytes of shared memory."""
+    signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
+    options = OPTIONS | kernel.options
+    return signature.ttgir(kernel.function, arch, options), signature.shared(kernel.function, arch, options)
 
 
 def memory_of(bound: Launcher, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import torch
 from aot import SHARED
 from hopper_aot import kernels_of
 from problem_space import problem_of
+from slow import slowly
 from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN
 
@@ -92,7 +93,7 @@ def check(built, instructions):
         assert "serialized" not in kernel.report
 
 
-@pytest.mark.parametrize("name", HOT)
+@pytest.mark.parametrize("name", ["D64-causal", "D128", "D128-causal", *slowly("D64-short", "D256-causal")])
 def test_hot_kernels(name):
     case, instructions = HOT[name]
     check(kernels_of(case), instructions)
@@ -121,14 +122,15 @@ def test_masks_and_packed_sequences_compile():
         assert "serialized" not in kernel.report
 
 
-def test_block_indices_compile():
+@pytest.mark.parametrize(("causal", "instructions"), [(False, 485), *slowly((True, 630))])
+def test_block_indices_compile(causal, instructions):
     """The loops are those of dense calls, and a load from the list."""
-    for options, instructions in (({}, 485), ({"causal": True}, 630)):
-        built = kernels_of(problem(**options, selection=Selection(13, 128)))
-        assert set(built) == {"prefill", "fixup", "lists"}
-        check(built, instructions)
+    built = kernels_of(problem(causal=causal, selection=Selection(13, 128)))
+    assert set(built) == {"prefill", "fixup", "lists"}
+    check(built, instructions)
 
 
+@pytest.mark.slow
 def test_strides_of_each_sequence_compile():
     for kernel in kernels_of(problem(256, **ALL, places="rows")).values():  # half the cells a thread of narrower heads
         assert kernel.shared <= SHARED[90]

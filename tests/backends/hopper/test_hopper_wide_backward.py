@@ -11,6 +11,7 @@ if sys.platform != "linux":
 
 from aot import SHARED
 from hopper_aot import build
+from slow import slowly
 from test_hopper_backward import problem as narrow
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper import plan_backward
@@ -76,7 +77,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("n", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 6, 7))])
+@pytest.mark.parametrize("n", [0, *slowly(1, 2, 5, 6, 7)])
 def test_fix_ups_fit(n):
     """The kernels that compute a flagged call again."""
     launcher, tensors = given(PROBLEMS[n])
@@ -95,7 +96,7 @@ LAUNCHES = [(n, launch) for n, p in enumerate(PROBLEMS) for launch in range(len(
     ("p", "launch"),
     [
         pytest.param(
-            PROBLEMS[n], launch, marks=[pytest.mark.slow] * (n > 2), id=f"{n}-D{PROBLEMS[n].head_dim}-{launch}"
+            PROBLEMS[n], launch, marks=[pytest.mark.slow] * (n > 1), id=f"{n}-D{PROBLEMS[n].head_dim}-{launch}"
         )
         for n, launch in LAUNCHES
     ],

@@ -14,6 +14,7 @@ import torch
 
 from interpreted import as_on, check, interpreted, names, sample, shares
 from problem_space import changed, problem_of
+from slow import slowly
 from tilewise.backends import triton as backend
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import PLAIN, stored_as
@@ -97,7 +98,7 @@ launch.Launcher.__init__ = watched
 
 @pytest.mark.parametrize(
     ("gfx", "every"),
-    [("gfx942", 4), *(pytest.param(gfx, 1, marks=pytest.mark.slow) for gfx in ("gfx942", "gfx1100", "gfx1201"))],
+    [("gfx942", 4), *slowly(("gfx942", 1), ("gfx1100", 1), ("gfx1201", 1))],
 )
 def test_each_option_by_the_tiles_of_amd(gfx, every):
     """The same cases, cut as for AMD's GPUs."""

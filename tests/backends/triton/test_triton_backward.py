@@ -22,6 +22,7 @@ from aot import SHARED, Signature, backward_kernels, backward_of, backward_share
 from interpreted import as_on, interpreted, names, sample, shares
 from interpreted import check as checked
 from problem_space import draw
+from slow import slowly
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import amd, nvidia
@@ -203,13 +204,18 @@ def check(name, arch, most_waits=8):
 
 @pytest.mark.parametrize(
     "name",
-    ["D128-causal", "D512", "varlen", "additive mask", "dense mask", "everything, dense mask", "strides", "biases"],
+    [
+        "D128-causal",
+        "additive mask",
+        "biases",
+        *slowly("D512", "varlen", "dense mask", "everything, dense mask", "strides"),
+    ],
 )
 def test_kernels_on_hopper(name):
     check(name, 90)
 
 
-@pytest.mark.parametrize("name", ["D64-causal", *(pytest.param(n, marks=pytest.mark.slow) for n in (*HOT, *OTHERS))])
+@pytest.mark.parametrize("name", ["D64-causal", *slowly(*HOT, *OTHERS)])
 def test_kernels_on_amd(name):
     for kernel, given in kernels_for((HOT | OTHERS)[name], AMD):
         signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
@@ -218,7 +224,7 @@ def test_kernels_on_amd(name):
         assert "hsaco" in built.asm
 
 
-@pytest.mark.parametrize("gfx", [pytest.param("gfx942", marks=pytest.mark.slow), "gfx1201"])
+@pytest.mark.parametrize("gfx", ["gfx1201", *slowly("gfx942")])
 def test_gradients_by_the_tiles_of_amd(gfx):
     """The same cases, cut as for AMD's GPUs."""
     cases = [c for c in sample(INTERPRETED) if not amd(gfx).too_wide(max(c.D, c.Dv), backward=True)]
