@@ -235,6 +235,25 @@ def tile_maps_do_not_matter(backend: str | None, device: str) -> None:
 
 
 @prop
+def tile_maps_do_not_matter_in_decode(backend: str | None, device: str) -> None:
+    """A key is hidden alone: most tiles of the kernel are full, but not in a map of other tiles."""
+    plain = Case(B=1, H=8, Hkv=2, Lk=300, D=64, mask="b11k")
+    stored = [replace(plain, k=kind, v=kind) for kind in ("", "int8/64", "int4/64", "fp8_e4m3/64")]
+    latent = replace(plain, dtype="bf16", Hkv=1, D=80, Dv=64, latent=True)
+    for case, lq in product((*stored, replace(plain, dtype="bf16"), latent), (1, 3)):
+        inputs = make(replace(case, Lq=lq), device)
+        mask = torch.ones(1, 1, 1, 300, dtype=torch.bool, device=device)
+        mask[..., 100] = False
+        try:
+            bare = inputs.call(backend, return_lse=True, mask=mask)
+        except Unsupported:
+            continue
+        for tile in ((64, 64), (1, 256)):
+            tiled = inputs.call(backend, return_lse=True, mask=mask, tile_map=TileMap.from_mask(mask, tile))
+            same(f"{case}, {lq} queries, {tile}", bare, tiled)
+
+
+@prop
 def rules_equal_masks(backend: str | None, device: str) -> None:
     """Causal, window and chunk are as accurate as the equal dense mask (not to the bit: tiles differ)."""
     moved = {"causal": True, "window": 7, "offset": -5}

@@ -243,14 +243,19 @@ def classify(p, b, head, row, rows, start, end):
 
 @jit
 def tile_state(p, b, head, row, rows, start, end):
-    """The mask's state of a tile: from the tile map if there is one, else from the mask."""
+    """The mask's state of a tile: from the tile map where that is skip or full, else from the mask.
+
+    Map tiles of different states may cover a full tile. Decode has other products for full tiles: their states, and so
+    the result's bits, must not depend on a map.
+    """
     if p.indices:  # its keys may be anywhere
         return types.int64(MIXED)
     if p.states:
         line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
         first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))
         last = types.int64(get_u8(line + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
-        return first if first == last else MIXED
+        if first == last and first != MIXED:
+            return first
     return classify(p, b, head, row, rows, start, end)
 
 
