@@ -284,6 +284,24 @@ def test_chunks_start_after_the_padding(form, packed, options):
         close(out[mine], formula(q[mine], keys, vals, chunk=4, **options)[0])
 
 
+@pytest.mark.parametrize(
+    ("D", "dtype", "options"),
+    [
+        (16, FP8, {"k_descale": torch.ones(3, 1)}),
+        (16, FP8, {"v_descale": torch.ones(7)}),
+        (300, torch.float32, {"qv": torch.zeros(1, 1, 2, 300)}),
+        (16, torch.float32, {"qv": torch.zeros(1, 1, 2, 5)}),
+    ],
+)
+def test_extra_inputs_are_checked_before_the_cache_is_written(D, dtype, options):
+    cache = [torch.zeros(1, 8, 2, D).to(dtype) for _ in range(2)]
+    q, k, v = (torch.ones(1, 1, 2, D).to(dtype) for _ in range(3))
+    (name,) = options
+    with pytest.raises(InvalidArgument, match=name):
+        fa.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=3, **options)
+    assert all((x.float() == 0).all() for x in cache)
+
+
 def test_tables_of_as_many_rows_as_the_cache():
     """FlashAttention 2 wants no more, also where there are more queries than new keys; only what is used counts."""
     cache = Cache("rows", 2, 20)

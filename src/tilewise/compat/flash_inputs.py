@@ -6,6 +6,7 @@ sequence and KV head, so they factor out of the sums: those of q and k are multi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,7 +88,19 @@ def second_query(q: torch.Tensor, v: torch.Tensor, later: Later) -> torch.Tensor
         raise InvalidArgument("qv", given, want)
     if qv is not None and FP8 in (q.dtype, v.dtype):
         raise InvalidArgument("qv", "a second query in float8", "float16, bfloat16 or float32", "widen q, k and v")
+    if qv is not None and q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
+        raise InvalidArgument("qv", f"head dims {q.shape[-1]} + {v.shape[-1]}", f"at most {MAX_HEAD_DIM} in all")
     return qv
+
+
+def descales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: Later, batch: int) -> dict[str, torch.Tensor]:
+    """The factors `[B, Hkv]` of those of q, k and v that are in float8, checked."""
+    found = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        factor: Any = later.get(f"{name}_descale")
+        if factor is not None and x.dtype == FP8:
+            found[name] = _descale(f"{name}_descale", factor, batch, k.shape[-2], q.device)
+    return found
 
 
 def inputs(
@@ -102,31 +115,23 @@ def inputs(
     """The plain call equivalent to one with `qv` or float8; `offsets` are those of packed queries."""
     qv = second_query(q, v, later)
     if qv is not None:
-        width = q.shape[-1] + v.shape[-1]
-        if width > MAX_HEAD_DIM:
-            raise InvalidArgument("qv", f"head dims {q.shape[-1]} + {v.shape[-1]}", f"at most {MAX_HEAD_DIM} in all")
         if options.get("scale") is None:
-            options = {**options, "scale": width**-0.5}
+            options = {**options, "scale": (q.shape[-1] + v.shape[-1]) ** -0.5}
         if (both := _beside(v, k)) is not None:
             return Inputs(torch.cat((qv, q), -1), both, v, options)
         return Inputs(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, options)
     if FP8 not in (q.dtype, k.dtype, v.dtype):
         return Inputs(q, k, v, options)
     rows = None if offsets is None else Rows.of(offsets, q.shape[0])
-    kv_heads = k.shape[-2]
+    scales = descales(q, k, v, later, batch)
 
     def factor(*names: str) -> torch.Tensor | None:
         """The product of some scales for each row and head of q, or None if all are 1."""
-        product: Any = None
-        for name in names:
-            x: Any = later.get(f"{name}_descale")
-            if x is None or {"q": q, "k": k, "v": v}[name].dtype != FP8:
-                continue
-            x = _descale(f"{name}_descale", x, batch, kv_heads, q.device)
-            product = x if product is None else product * x
-        if product is None:
+        present = [scales[name] for name in names if name in scales]
+        if not present:
             return None
-        product = product.repeat_interleave(q.shape[-2] // kv_heads, 1)  # [B, H]
+        product = math.prod(present[1:], start=present[0])
+        product = product.repeat_interleave(q.shape[-2] // k.shape[-2], 1)  # [B, H]
         return product[:, None, :, None] if rows is None else product[rows.sequence][..., None]
 
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype

@@ -14,7 +14,7 @@ from ..dispatch import call_cache
 from ..errors import InvalidArgument
 from ..validation import calls, values
 from .flash_append import check_new, tables, turn, write
-from .flash_inputs import FP8, Rows, inputs, second_query, special, stored
+from .flash_inputs import FP8, Rows, descales, inputs, second_query, special, stored
 from .flash_options import CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def flash_attn_with_kvcache(
     unusual = special(q, k_cache, rest)
     if unusual:
         second_query(q, v_cache, rest)
+        descales(q, k_cache, v_cache, rest, batch)
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
