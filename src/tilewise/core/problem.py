@@ -143,6 +143,7 @@ class Problem:
     allow_tf32: bool = False
     v_in_k: bool = False  # V is a view of the first columns of K (MLA): one row in memory holds both
     aligned: bool = True  # rows of q, k, v and out begin at multiples of 16 bytes, and none is broadcast
+    large_kv: bool = False  # K spans 32 GiB or more: 32 bits do not number its blocks of 16 bytes
     copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
     grads: tuple[str, ...] = ()  # the gradients to compute, of `GRADS`; empty: a forward call
     dlse: bool = False  # backward: there is a gradient by `lse`
@@ -206,6 +207,6 @@ class Problem:
             "lse" * self.return_lse,
             "" if not self.grads else f"gradients of {', '.join(self.grads)}",
             "dlse" * self.dlse,
-            "not deterministic" * (not self.deterministic),
+            "sums in any order allowed" * (not self.deterministic),
         ]
         return tuple(word for word in words if word)

@@ -136,8 +136,8 @@ class CachedCall:
             if self.extents is not None:
                 self.check_apart(out, given)
             done = self.launch(*given[:3], out, lse, *given[3:], *more)
-            if self.checks_tables and not done:  # the kernel found a wrong entry; this raises and names it
-                values.check_tables(self.problem, given[1].shape[0], True, *given[-5:])
+            if self.checks_tables and not done:
+                self.refuse_tables(given[1].shape[0], given)
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
@@ -155,10 +155,15 @@ class CachedCall:
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
             if not launch(q, k, v, out, None, *rest) and checks:
-                values.check_tables(self.problem, k.shape[0], True, *rest[-5:])
+                self.refuse_tables(k.shape[0], rest)
             count()
 
         return call
+
+    def refuse_tables(self, pages: int, inputs: list[Any]) -> None:
+        """Raises the error of a table in which the kernel found a wrong entry."""
+        values.check_tables(self.problem, pages, True, *inputs[-5:])
+        raise RuntimeError("a kernel refused lengths, offsets or a block table that pass the checks")
 
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
         """Raises if `out` shares memory with an input; `api._call` then validates the call, which names the input."""

@@ -35,7 +35,7 @@ from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
 from .arrays import to_tensor
-from .memory import is_aligned, is_v_in_k
+from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
 
 
@@ -178,6 +178,7 @@ def _checked(
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
         v_in_k=alike and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
+        large_kv=is_large(t.k),
         copies=tuple(c.copies),
     )
     _check_values(problem, t, o, places)

@@ -22,6 +22,11 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
+def is_large(x: torch.Tensor) -> bool:
+    """Whether it spans 32 GiB or more."""
+    return (_reach(x) + 1) * x.element_size() >= 1 << 35
+
+
 def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
     """Whether V is a view of the first columns of K, as in latent attention (MLA), or V's scales of K's.
 
@@ -47,6 +52,10 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def extent(x: torch.Tensor) -> tuple[int, int]:
     """Where its memory begins and ends; on meta, in its storage."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()
-    return start, start + (reach + 1) * x.element_size()
+    return start, start + (_reach(x) + 1) * x.element_size()
+
+
+def _reach(x: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

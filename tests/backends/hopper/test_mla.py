@@ -26,11 +26,12 @@ from tilewise.backends.hopper.mla import config
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.kernel import latent_decode
 from tilewise.backends.hopper.mla.launch import Launcher, Launches
+from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN, stored_as
 from tilewise.dispatch import planner
-from tilewise.errors import Unsupported
+from tilewise.validation import calls
 
 BF16, F16 = torch.bfloat16, torch.float16
 DESCRIBED = ("q", "q_rope", "k", "k_rope", "out")  # to TMA
@@ -313,11 +314,17 @@ def test_queries_with_indices_are_cut_where_that_is_faster(batch, q_len, splits,
 
 
 def test_a_cache_that_is_too_large_to_gather_from_is_refused():
-    p = chosen(paged=False, batch=2, lengths=False, q_offset=1279)
-    made, t = launcher(p), tensors_of(p)
-    t.k = torch.empty(2, 1, 1 << 24, 576, dtype=BF16, device="meta")
-    with pytest.raises(Unsupported, match="32 GiB"):
-        made.arguments(t, made.workspace("meta"))
+    """When it is planned (below, among `REFUSED`): other backends serve it."""
+    p = chosen()
+    assert config.refusal(p) is None
+    assert config.refusal(replace(problem(), large_kv=True)) is None, "without key indices"
+    q = torch.empty(1, 128, 1, 576, dtype=BF16, device="meta")
+    indices = torch.empty(1, 1, 9, dtype=torch.int32, device="meta")
+    for pages in (1 << 18, 1 << 19):  # 18 and 36 GiB
+        k = torch.empty(pages, 64, 1, 576, dtype=BF16, device="meta")
+        tables = (torch.empty(1, 8, dtype=torch.int32, device="meta"), torch.empty(1, dtype=torch.int32, device="meta"))
+        made = calls.paged(q, k, k[..., :512], *tables, Options(key_indices=indices)).problem
+        assert made.large_kv == (pages == 1 << 19)
 
 
 REFUSED = {
@@ -329,6 +336,7 @@ REFUSED = {
         "dtype": F16,
     },
     "block indices": {"selection": Selection(9, 64)},
+    "32 GiB": {"selection": Selection(9), "large_kv": True},
     "types": {"dtype": torch.float32},
     "queries": {"q_len": 17},
     "packed": {"packed_q": True, "total_q": 4},

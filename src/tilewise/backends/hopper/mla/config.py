@@ -59,6 +59,7 @@ def refusal(problem: Problem) -> str | None:
         f"pages of {p.page_size}, only of 16, 32 and multiples of 64": (
             p.form == "paged" and p.page_size % KEYS != 0 and p.page_size not in (16, 32)
         ),
+        "key indices into 32 GiB or more": p.large_kv and p.selection is not None,  # offsets are 32-bit, by 16 bytes
         "rows that do not begin at multiples of 16 bytes, or are broadcast": not p.aligned,
     }
     return next((f"no latent decode with {what}" for what, there in missing.items() if there), None)

@@ -9,7 +9,6 @@ import torch
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import Tensors
-from ....errors import Unsupported
 from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
 from ...gpu.semaphores import Semaphores
 from ...gpu.target import Target, target_of
@@ -19,8 +18,6 @@ from . import config
 from .combine import combine
 from .kernel import latent_decode
 from .spec import LATENT, ROPE
-
-MOST_BYTES = 1 << 35  # offsets of gathered rows are 32-bit, in units of 16 bytes
 
 
 class Launches(NamedTuple):
@@ -98,10 +95,6 @@ class Launcher(ByAddress):
         s, cache = self.spec, t.k[:, 0]  # [pages or B, rows, 576], in float8 656 bytes
         if cache.stride(1) != LATENT + ROPE:
             s = replace(s, prefetch=False)  # needs contiguous rows
-        if s.gather and cache.stride(0) * cache.shape[0] * cache.element_size() >= MOST_BYTES:
-            raise Unsupported(
-                "hopper", "a cache of 32 GiB or more with key indices", "divide it, or name backend='triton'"
-            )
         rows = t.q.transpose(1, 2)  # [B, Lq, H, 576]
         q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
         given: Arguments = {
