@@ -93,9 +93,10 @@ def store_ds(a, buf, u, ds16, C: gl.constexpr):
 
 @gluon.jit
 def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    """Processes query block i, use u of the rings.
+    """Processes query block i, use u of the rings: adds to this consumer's dK and dV, and stores its part of dQ.
 
-    `u >> 30` is 0, unknown to the compiler, which would else keep registers for every address in K and V.
+    Tiles are transposed, keys by queries. `u >> 30` is 0, unknown to the compiler, which would else keep registers for
+    every address in K and V.
     """
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
@@ -103,8 +104,8 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     if a.S.clean:
         clean_queries(a, buf, u, C)
-    x, dp, huge = start_products(a, buf, w, u, i, g, factors, C)
-    do = tile(buf.do, u, a.S.do_stages, BM, D)
+    x, dp, huge = start_products(a, buf, w, u, i, g, factors, C)  # S^T - lse, dP^T - delta [64, BM]
+    do = tile(buf.do, u, a.S.do_stages, BM, D)  # [BM, D]
     if a.S.softcap:
         bias = None
         if a.S.mask:
@@ -117,7 +118,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
                 minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
                 x = masked(x, a.scale, load_mask(a, buf, w, u, i, g, C), minus_lse) * (1.0 / (a.scale * LOG2E))
                 release_mask(a)
-        p = gl.exp2(x * (a.scale * LOG2E))
+        p = gl.exp2(x * (a.scale * LOG2E))  # P^T [64, BM]
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
     shown = None
     if a.S.clean and a.S.mask:  # a row that sees NaN has NaN in its lse, under hidden cells too
@@ -129,7 +130,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     if a.S.softcap and not a.S.dmask:
         p *= slope
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
-    ds = p * dp
+    ds = p * dp  # dS^T [64, BM]
     if a.S.clean:  # a row that sees NaN may have NaN in dP under hidden cells too
         ds = hide(ds, i, lo, hi, score_layout(a.S), EDGES)
         if a.S.mask:
@@ -142,17 +143,18 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     ds16 = ds.to(a.q.dtype)
     store_ds(a, buf, u, ds16, C)
     ds16 = gl.convert_layout(ds16, OPERAND)
-    dv = warpgroup_mma(p16, do, dv, is_async=True)
+    dv = warpgroup_mma(p16, do, dv, is_async=True)  # [64, D]
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
     if a.S.dmask_tiles:
         at = [w.b, w.kv_head * a.group + g, i * BM, w.n * 128 + C * 64]
         tma.async_copy_shared_to_global(a.dmask, at, ds_place(a, buf, u, C))
+    # Over both consumers' keys: rows C * 64 .. + 63 of dQ or, with BM = 64, columns C * WIDTH .. + WIDTH - 1.
     dq = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
     dq = start_dq(a, buf, u, dq, C, 0, False)
     dq = start_dq(a, buf, u, dq, C, 1, True)
     q = tile(buf.q, u, a.S.q_stages, BM, D)
-    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    dk = warpgroup_mma(ds16, q, dk, is_async=True)  # [64, D]
     dv, dq, p16 = warpgroup_mma_wait(1, deps=(dv, dq, p16))
     if not a.S.mask:
         named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)

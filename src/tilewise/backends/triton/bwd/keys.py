@@ -34,9 +34,9 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     BQ: tl.constexpr = S.BQ
     row = t * BQ + tl.arange(0, BQ)
     row_ok = row < q_len
-    q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
-    dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
-    lse, delta = load_rows(t * BQ, row_ok, LSE, lse_l, DELTA, S, S.tail_q)
+    q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)  # [BQ, D] in chunks of columns
+    dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)  # [BQ, Dv], likewise
+    lse, delta = load_rows(t * BQ, row_ok, LSE, lse_l, DELTA, S, S.tail_q)  # [BQ]
     at = mask_rows(MASK, t * BQ, mask_q, S)
     ok = key_ok[:, None] & row_ok[None, :]
     bias = at
@@ -45,7 +45,7 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
     dp = s
     if S.dk or S.dk_bias:
-        dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)
+        dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)  # [BK, BQ]
     QB, qb_l, other = biases
     added = other
     if S.biased:
@@ -57,9 +57,9 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, rules, S,
     )  # fmt: skip
     if S.dv:
-        dv = add_product(dv, p, dout, dout_of(S), S)
+        dv = add_product(dv, p, dout, dout_of(S), S)  # [BK, Dv]
     if S.dk:
-        dk = add_product(dk, ds, q, q_of(S), S)
+        dk = add_product(dk, ds, q, q_of(S), S)  # [BK, D]
     if S.dk_bias:
         sums += tl.sum(dl, 1)
     return dk, dv, sums
