@@ -168,7 +168,7 @@ def test_swapping_in(monkeypatch):
         want = module(x, x, x, need_weights=False)[0]
         exact = copy.deepcopy(module).double()(*[x.double()] * 3, need_weights=False)[0]
         assert not calls
-        module.training = True  # no C++ shortcut
+        module.eval()  # where torch has a fast path of its own
         with sdpa.installed():
             got = module(x, x, x, need_weights=False)[0]
             assert F.scaled_dot_product_attention is ours
@@ -322,6 +322,29 @@ def test_fallback():
     assert trained.grad.abs().sum() > 0
     with sdpa.installed(), pytest.raises(InvalidArgument, match="dropout_p"):
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_fast_path_of_torchs_modules_is_off_while_it_is_installed(fast, monkeypatch):
+    calls = []
+    monkeypatch.setattr(sdpa, "attention", lambda *a, **o: calls.append(1) or attention(*a, **o))
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    enabled, x = torch.backends.mha.get_fastpath_enabled(), peaked(2, 5, 16)
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.inference_mode(), sdpa.installed():
+            encoder(x)
+        assert len(calls) == 2
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+        sdpa.install()
+        sdpa.install(fallback=True)
+        assert not torch.backends.mha.get_fastpath_enabled()
+        sdpa.uninstall()
+        sdpa.uninstall()
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def test_modules_that_took_torchs_function_before(monkeypatch):

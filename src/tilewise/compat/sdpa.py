@@ -157,16 +157,24 @@ def install(*, fallback: bool = False) -> None:
     It is replaced in `torch.nn.functional` and in every module that has imported it from there. On the CPU, if this
     torch has a registry of flash kernels, tilewise also replaces that kernel below torch's own function. This reaches
     code that holds the function in other ways, and torch's C++ modules. What tilewise cannot serve there, torch serves.
+    The fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder`, which calls neither, is switched off
+    (`torch.backends.mha`).
 
     Args:
         fallback: calls that tilewise refuses go to torch, with a warning the first time; `fallbacks` counts them.
     """
+    global _fast_path
+    if torch.nn.functional.scaled_dot_product_attention is _torchs:
+        _fast_path = torch.backends.mha.get_fastpath_enabled()
     _put(_or_torch if fallback else scaled_dot_product_attention)
     sdpa_kernel.activate()
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
 def uninstall() -> None:
-    """Restores torch's own function."""
+    """Restores torch's own function, and the fast path of its modules as it was."""
+    if torch.nn.functional.scaled_dot_product_attention is not _torchs:
+        torch.backends.mha.set_fastpath_enabled(_fast_path)
     _put(_torchs)
     sdpa_kernel.restore()
 
@@ -175,12 +183,13 @@ def uninstall() -> None:
 def installed(*, fallback: bool = False) -> Iterator[None]:
     """A context manager: `install()` on entry; on exit, what was there before is restored."""
     before = torch.nn.functional.scaled_dot_product_attention
-    active = sdpa_kernel.active()
+    active, fast_path = sdpa_kernel.active(), torch.backends.mha.get_fastpath_enabled()
     install(fallback=fallback)
     try:
         yield
     finally:
         _put(before)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         if not active:
             sdpa_kernel.restore()
 
@@ -219,6 +228,7 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 _holders: list[tuple[ModuleType, str]] = []  # where torch's function was replaced
+_fast_path = True  # whether torch's modules had theirs before `install`
 
 
 def _put(function: Callable[..., torch.Tensor]) -> None:
