@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -209,6 +210,17 @@ def test_plan_shows_every_kind_of_layer_with_its_tiles(capsys):
     assert rows[0][-1] == ".", "causal"
     assert text.count("; each mark is ") == 2
     assert "are merged here" not in text
+
+
+def test_a_closed_pipe_has_a_status_of_its_own():
+    """As of a process that SIGPIPE ends; 1 would say that a result is wrong."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tilewise", "plan", "--model", "smollm2"]
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert found.returncode == 141
+    assert found.stderr == ""
 
 
 def test_letters_that_an_encoding_lacks_are_no_error(monkeypatch):

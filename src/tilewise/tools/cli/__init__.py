@@ -19,9 +19,9 @@ from .arguments import BAD_ARGUMENTS
 COMMANDS = (doctor, demo, chat, embed, serve, plan, scale, bench, report, compare, verify, tune, warmup)
 AFTERWORD = """\
 exit status: 0 for success, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C and
-143 after SIGTERM; both keep what is done by then
+143 after SIGTERM, which both keep what is done by then, 141 if the reader of a pipe is gone
 """
-INTERRUPTED = 130
+INTERRUPTED, CLOSED_PIPE = 130, 141
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         # Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return CLOSED_PIPE
 
 
 @contextmanager
