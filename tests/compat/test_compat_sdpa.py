@@ -413,3 +413,19 @@ def test_another_implementation_is_left_alone():
         assert torch.nn.attention.current_flash_attention_impl() == "another"
     finally:
         torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask": torch.ones(3, 3)}, r"^attn_mask: got shape \(3, 3\)"),
+        ({"key": torch.zeros(1, 2, 4, 7)}, "^key: got a last dim of 7, expected 8, as query$"),
+        ({"value": torch.zeros(1, 2, 5, 8)}, "^value: got .* as key$"),
+        ({"is_causal": 3}, "^is_causal: got 3"),
+    ],
+)
+def test_errors_name_torchs_arguments(changes, message):
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        ours(**({"query": q, "key": q, "value": q} | changes))
+    assert caught.value.argument == next(iter(changes))

@@ -30,6 +30,7 @@ from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument, Unsupported
 from . import sdpa_kernel
 from .autocast import any_autocast, autocast
+from .caller_names import caller_names
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
@@ -37,6 +38,7 @@ _torchs = torch.nn.functional.scaled_dot_product_attention
 fallbacks: Counter[str] = Counter()  # calls that torch served under `install(fallback=True)`, by the refused argument
 
 
+@caller_names(q="query", k="key", v="value", mask="attn_mask", causal="is_causal")
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
