@@ -24,8 +24,8 @@ from .layout import (
     total,
     values_of,
 )
-from .rows import Call
-from .steps import Task
+from .pair_call import Call
+from .schedule import Task
 
 PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to all parts unchanged
 RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), "kv_lengths")

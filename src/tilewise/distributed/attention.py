@@ -16,7 +16,7 @@ from .exchange import Heads, ToHeads, ToTokens, connect
 from .faults import agree, is_known
 from .function import EXTRAS, Attention, forward
 from .layout import Ranks, inner_sizes, ranks_of, total, values_of
-from .rows import Call
+from .pair_call import Call
 
 
 def attention(
@@ -85,9 +85,9 @@ def attention(
         sizes = _sizes((q, k, v), seq, length)
         kind = (scheme, length, *sizes.items(), *sorted(options), torch.is_grad_enabled(), cu_seqlens_q is None)
         new = [ranks for ranks in (inner, ring) if options.get("validate") or not is_known(ranks, kind)]
-        said = _said(sizes, scheme, length, cu_seqlens, options) if new else {}
+        arguments = _common_arguments(sizes, scheme, length, cu_seqlens, options) if new else {}
         for ranks in new:
-            agree(ranks, said, q.device, kind)
+            agree(ranks, arguments, q.device, kind)
     call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, cu_seqlens, options)
     connect(ring, q.device)
     if inner.size == 1:
@@ -112,18 +112,18 @@ def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _said(
+def _common_arguments(
     sizes: dict[str, Any], scheme: str, length: Any, cu_seqlens: tuple[Any, Any], options: dict[str, Any]
 ) -> dict[str, object]:
     """What must be equal on all ranks, by argument name."""
     offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
-    said: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
+    arguments: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
     for name in KNOWN:
         x: Any = options.get(name)
         own = name in EXTRAS and isinstance(x, torch.Tensor)  # a rank's rows, or a weight
-        said[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
-    said["gradients"] = torch.is_grad_enabled()
-    return said
+        arguments[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
+    arguments["gradients"] = torch.is_grad_enabled()
+    return arguments
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:

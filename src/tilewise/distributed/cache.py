@@ -23,7 +23,7 @@ from ..kv_cache.checks import sequence_ids
 from ..state import AttentionState, merge
 from ..validation import keywords
 from .exchange import all_to_all
-from .faults import agree, is_known, told
+from .faults import agree, is_known, report_lost_ranks
 from .layout import Ranks, ranks_of
 
 # Options of `paged_attention` that do not work here: keys are this rank's alone, heads are those of all ranks.
@@ -231,12 +231,12 @@ class ShardedBatch:
         kind = ("cache", *q.shape, q.dtype, repr(causal), gather, *sorted(options))
         if validate is False or not (validate or not is_known(ranks, kind)):
             return
-        said: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
+        arguments: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
         for name in TAKEN:
             x = options.get(name)
-            said[name] = x.tolist() if isinstance(x, torch.Tensor) else x
-        said |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
-        agree(ranks, said, q.device, kind)
+            arguments[name] = x.tolist() if isinstance(x, torch.Tensor) else x
+        arguments |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
+        agree(ranks, arguments, q.device, kind)
 
     def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
         """Options for the positions of queries and this rank's keys: strides, or with `interleave` > 1 a mask."""
@@ -263,7 +263,7 @@ def _check_rows(name: str, x: Any) -> None:
 def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
     """All-gathers tensors of one shape along a dim."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
-    with told(ranks):
+    with report_lost_ranks(ranks):
         dist.all_gather(parts, x.contiguous(), group=ranks.group)
     return torch.cat(parts, dim)
 
@@ -288,9 +288,10 @@ def combine(
     at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
     slack = out.new_zeros(-end % 4, dtype=torch.uint8)
     parts = [torch.cat([_bytes(b), _bytes(a), slack]) for a, b in zip(cuts, lses, strict=True)]
-    came = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
+    received = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
     states = [
-        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1])) for x in came
+        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1]))
+        for x in received
     ]
     if sinks is not None:
         by_head = sinks.float().view([-1 if i == dim else 1 for i in range(len(shape) - 1)])

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import no_double_backward
-from .exchange import Bringing, Returning, drain
-from .rows import Call, add_to_mask, documents, part_of_bias, rows
-from .steps import Range
-from .sums import Sum, Total, by_head
+from .exchange import GradReturn, KVReceive, drain
+from .pair_call import Call, add_to_mask, documents, part_of_bias, rows
+from .partial_merge import Sum, Total, by_head
+from .schedule import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
 HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # the last dim in the others
@@ -102,11 +102,11 @@ def forward(
 
     taken: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
 
-    def bring(kv: Range, round: Any) -> Bringing:
+    def bring(kv: Range, round: Any) -> KVReceive:
         cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
-        return Bringing(call.ranks, round, cut, call.seq, taken[kv])
+        return KVReceive(call.ranks, round, cut, call.seq, taken[kv])
 
-    coming: list[Bringing] = []
+    coming: list[KVReceive] = []
     try:
         coming += [bring(kv, round) for kv, round, _ in work[:1]]
         for i, (kv, _, units) in enumerate(work):
@@ -152,11 +152,11 @@ def backward(
 
     taken: defaultdict[Range, Any] = defaultdict(dict)
 
-    def bring(kv: Range, round: Any) -> Bringing:
-        return Bringing(call.ranks, round, of_heads(("k", "v"), kv), call.seq, taken[kv])
+    def bring(kv: Range, round: Any) -> KVReceive:
+        return KVReceive(call.ranks, round, of_heads(("k", "v"), kv), call.seq, taken[kv])
 
-    coming: list[Bringing] = []
-    going: list[Returning] = []
+    coming: list[KVReceive] = []
+    going: list[GradReturn] = []
     try:
         coming += [bring(kv, round) for kv, round, _ in work[:1]]
         for i, (kv, round, units) in enumerate(work):
@@ -186,7 +186,7 @@ def backward(
                 brought = dict(zip("kv", buffer, strict=False))
                 ready = tuple(_whole(call, brought[name], of_keys[name]) for name in keys) if buffer else ()
                 home = [partial(sums[name].add, kv) for name in keys]
-                going.append(Returning(call.ranks, round, ready, home, of_heads(keys, kv), call.seq))
+                going.append(GradReturn(call.ranks, round, ready, home, of_heads(keys, kv), call.seq))
                 if len(going) > 1:
                     going.pop(0).add()
         for last in going:

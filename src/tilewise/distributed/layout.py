@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.options import is_int
 from ..errors import InvalidArgument
-from .faults import agree, told
+from .faults import agree, report_lost_ranks
 
 ORDERS = {
     "ring": "contiguous",
@@ -267,6 +267,6 @@ def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Ten
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]
     sent = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (*parts, padded)]  # no float8 on some
-    with told(ranks):
+    with report_lost_ranks(ranks):
         dist.all_gather(sent[:-1], sent[-1], group=ranks.group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.mask_rules import MaskRules
-from .steps import Pair, Range, Task, rounds
+from .schedule import Pair, Range, Task, rounds
 
 
 class Pass(NamedTuple):

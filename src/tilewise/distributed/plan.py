@@ -27,8 +27,8 @@ from .arguments import Place, prepare
 from .function import head_groups
 from .layout import ORDERS, Ranks, ranks_of, total
 from .packing import passes
-from .rows import Call
-from .steps import Pair, Range, Task, round_of
+from .pair_call import Call
+from .schedule import Pair, Range, Task, round_of
 
 EVERY_RANK = 64  # in a larger ring only some ranks are counted
 LOOKED_AT = 16

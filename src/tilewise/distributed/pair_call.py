@@ -14,7 +14,7 @@ from ..autograd import AttentionGradients, attention_backward
 from ..state import AttentionState
 from .layout import Ranks
 from .packing import Pass, packed_rounds
-from .steps import Pair, Range, Round, Task, rounds
+from .schedule import Pair, Range, Round, Task, rounds
 
 Unit = Pair | Pass
 

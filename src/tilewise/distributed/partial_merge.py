@@ -7,8 +7,8 @@ import itertools
 import torch
 
 from ..state import AttentionState, add_into, merge_into
-from .rows import Call
-from .steps import Range
+from .pair_call import Call
+from .schedule import Range
 
 MOST_STATES = 8  # merged in one pass: parts, and the result so far
 

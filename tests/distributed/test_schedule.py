@@ -8,7 +8,7 @@ import pytest
 from tilewise.core.mask_rules import MaskRules, key_span
 from tilewise.distributed.layout import pieces
 from tilewise.distributed.packing import passes
-from tilewise.distributed.steps import Task, needed, rounds, spans, steps
+from tilewise.distributed.schedule import Task, needed, rounds, spans, steps
 
 RULES = [
     MaskRules(),
