@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -158,11 +158,16 @@ class GradReturn:
             self._add(parts, to)
 
 
-def drain(in_transit: Sequence[KVReceive | GradReturn]) -> None:
+@contextlib.contextmanager
+def drained_on_error(in_transit: Sequence[KVReceive | GradReturn]) -> Iterator[None]:
     """Waits, after an error, for messages whose results are no longer needed."""
-    for exchange in in_transit:
-        with contextlib.suppress(RankLost):
-            exchange.messages.wait()
+    try:
+        yield
+    except BaseException:
+        for exchange in in_transit:
+            with contextlib.suppress(RankLost):
+                exchange.messages.wait()
+        raise
 
 
 # Heads for tokens

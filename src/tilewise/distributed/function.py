@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..autograd import AttentionGradients
 from ..errors import no_double_backward
-from .exchange import GradReturn, KVReceive, drain
-from .pair_call import Call, add_to_mask, documents, part_of_bias, rows
+from .exchange import GradReturn, KVReceive, drained_on_error
+from .pair_call import Call, Unit, add_to_mask, documents, part_of_bias, rows
 from .partial_merge import Sum, Total, by_head
 from .schedule import Range
 
@@ -44,6 +47,29 @@ def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
     """Yields (KV heads, round, its parts)."""
     heads = q.shape[call.head] * (1 if call.packed else q.shape[0])
     return [(kv, *each) for kv in head_groups(call, heads, k.shape[call.head]) for each in call.rounds]
+
+
+def receive_rounds(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Generator[tuple[Any, ...], None, None]:
+    """Yields (KV heads, their query heads, round, its parts, its K and V), while those of the next are in transit.
+
+    To be closed, even after an error: that waits for messages in transit.
+    """
+    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
+    row_caches: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
+
+    def receive(kv: Range, round: Any) -> KVReceive:
+        kv_part = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
+        return KVReceive(call.ranks, round, kv_part, call.seq, row_caches[kv])
+
+    work = work_of(call, q, k)
+    in_transit: list[KVReceive] = []
+    with drained_on_error(in_transit):
+        in_transit += [receive(kv, round) for kv, round, _ in work[:1]]
+        for i, (kv, round, units) in enumerate(work):
+            in_transit += [receive(*following[:2]) for following in work[i + 1 : i + 2]]
+            yield kv, (kv[0] * group, kv[1] * group), round, units, in_transit.pop(0).buffer()
 
 
 class Attention(torch.autograd.Function):
@@ -94,33 +120,16 @@ def forward(
     """`out`, `lse` and, if `exact`, what the merge loses by rounding: `out` in float32, or for float32 inputs that of
     `lse`.
     """
-    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
-    work = work_of(call, q, k)
     parts = sum(len(units) for _, units in call.rounds)
     total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
     given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # sinks go with a row's only part
-
-    taken: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
-
-    def bring(kv: Range, round: Any) -> KVReceive:
-        cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
-        return KVReceive(call.ranks, round, cut, call.seq, taken[kv])
-
-    coming: list[KVReceive] = []
-    try:
-        coming += [bring(kv, round) for kv, round, _ in work[:1]]
-        for i, (kv, _, units) in enumerate(work):
-            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-            buffer = coming.pop(0).buffer()
-            heads = (kv[0] * group, kv[1] * group)
+    with closing(receive_rounds(call, q, k, v)) as rounds:
+        for kv, heads, _, units, buffer in rounds:
             some = _of_heads(given, heads, kv)
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
                 total.add(q_rows, heads, part)
-    except BaseException:
-        drain(coming)
-        raise
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
     if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
         return *total.pending[0][2], None
@@ -134,7 +143,6 @@ def backward(
     call: Call, tensors: tuple[Any, ...], extras: dict[str, Any], wanted: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     q, k, v, out, lse, dout, dlse = tensors
-    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     held = {"q": q, "k": k, "v": v, **extras}
     found = {
         name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
@@ -143,26 +151,11 @@ def backward(
         found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
     keys = tuple(name for name in ("k", "v") if name in wanted)
-    work = work_of(call, q, k) if grads else []
     parts = {name: x for name, x in extras.items() if name != "sinks"}
     sums = {name: Sum(call, held[name], _parts(call, name)) for name in wanted if name in "qkv"}
-
-    def of_heads(names: tuple[str, ...], kv: Range) -> tuple[torch.Tensor, ...]:
-        return tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
-
-    taken: defaultdict[Range, Any] = defaultdict(dict)
-
-    def bring(kv: Range, round: Any) -> KVReceive:
-        return KVReceive(call.ranks, round, of_heads(("k", "v"), kv), call.seq, taken[kv])
-
-    coming: list[KVReceive] = []
     going: list[GradReturn] = []
-    try:
-        coming += [bring(kv, round) for kv, round, _ in work[:1]]
-        for i, (kv, round, units) in enumerate(work):
-            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-            buffer = coming.pop(0).buffer()
-            heads = (kv[0] * group, kv[1] * group)
+    with drained_on_error(going), closing(receive_rounds(call, q, k, v)) as rounds:
+        for kv, heads, round, units, buffer in rounds if grads else ():
             some = _of_heads(parts, heads, kv)
             shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads, kv)
             of_keys: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in keys}
@@ -175,25 +168,17 @@ def backward(
                 for name, x in (("k", part.dk), ("v", part.dv)):
                     if x is not None:
                         of_keys[name].append((k_rows, x))
-                if part.dmask is not None:
-                    add_to_mask(shares["mask"], part.dmask, unit)
-                for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
-                    if x is not None:
-                        part_of_bias(name, shares[name], unit).add_(x)
-                if "alibi_slopes" in grads:
-                    _add_slopes(call, shares["alibi_slopes"], part.dalibi_slopes, unit)
+                _add_extras(call, shares, part, unit)
             if keys:
                 brought = dict(zip("kv", buffer, strict=False))
                 ready = tuple(_whole(call, brought[name], of_keys[name]) for name in keys) if buffer else ()
                 home = [partial(sums[name].add, kv) for name in keys]
-                going.append(GradReturn(call.ranks, round, ready, home, of_heads(keys, kv), call.seq))
+                owned = tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in keys)
+                going.append(GradReturn(call.ranks, round, ready, home, owned, call.seq))
                 if len(going) > 1:
                     going.pop(0).add()
         for last in going:
             last.add()
-    except BaseException:
-        drain([*coming, *going])
-        raise
     found |= {name: x.result() for name, x in sums.items()}
     return {name: x.to(held[name].dtype) for name, x in found.items()}
 
@@ -217,11 +202,19 @@ def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor
     return total
 
 
-def _add_slopes(call: Call, total: torch.Tensor, part: Any, unit: Any) -> None:
-    if call.packed and total.ndim == 2:
-        total.index_add_(0, torch.tensor(documents(unit), device=total.device), part.float())
-    else:
-        total.add_(part)
+def _add_extras(call: Call, totals: dict[str, torch.Tensor], part: AttentionGradients, unit: Unit) -> None:
+    """Adds a part's gradients of the mask, of biases and of slopes to `totals`."""
+    if part.dmask is not None:
+        add_to_mask(totals["mask"], part.dmask, unit)
+    for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
+        if x is not None:
+            part_of_bias(name, totals[name], unit).add_(x)
+    slopes = totals.get("alibi_slopes")
+    if slopes is not None and part.dalibi_slopes is not None:
+        if call.packed and slopes.ndim == 2:
+            slopes.index_add_(0, torch.tensor(documents(unit), device=slopes.device), part.dalibi_slopes.float())
+        else:
+            slopes.add_(part.dalibi_slopes)
 
 
 def _of_sinks(
