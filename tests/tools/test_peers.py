@@ -11,7 +11,7 @@ from tilewise import attention, paged_attention, varlen_attention
 from tilewise.compat import flash_attn
 from tilewise.tools.bench import peers
 from tilewise.tools.bench.oracle import oracle_errors
-from tilewise.tools.bench.peers import Way
+from tilewise.tools.bench.peers import Candidate
 from tilewise.tools.workloads import Inputs, Workload, make_inputs
 
 CPU = torch.device("cpu")
@@ -44,12 +44,12 @@ def made(options, dtype=torch.float32):
 
 
 def results(name, options, dtype=torch.float32):
-    """Each way's error, or its refusal."""
+    """Each candidate's error, or its refusal."""
     case, x = made(options, dtype)
     found = {}
-    for way in peers.find(case, x, [name]):
-        out, reason = peers.tried(way)
-        found[way.name] = reason if out is None else oracle_errors(x, [out])[0]
+    for candidate in peers.find(case, x, [name]):
+        out, reason = peers.tried(candidate)
+        found[candidate.name] = reason if out is None else oracle_errors(x, [out])[0]
     return found
 
 
@@ -71,19 +71,19 @@ def test_sdpa_is_right_or_says_why_not(name):
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 4 * 40 * 40 * 4 - 1)
+    monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", 4 * 40 * 40 * 4 - 1)
     assert "its scores would take" in results("sdpa", {})["SDPA math"]
-    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 100)
+    monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", 100)
     assert "its mask would take" in results("sdpa", CASES["window"])["SDPA"]
     # K, K times the scale and V, a copy for each query head: 2 x D + Dv columns
     latent = {"heads": 6, "kv_heads": 1, "q_len": 1, "value_dim": 24}
     copies = 6 * 40 * (2 * SIZES["head_dim"] + 24) * 4
-    for options, way in ((latent, "SDPA math"), (latent | CASES["pages"], "SDPA, pages copied")):
+    for options, candidate in ((latent, "SDPA math"), (latent | CASES["pages"], "SDPA, pages copied")):
         size = copies * (3 if "lengths" in options else 1)
-        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size)
-        assert results("sdpa", options)[way] < 1e-5
-        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size - 1)
-        assert "its copies of K and V for each query head would take" in results("sdpa", options)[way]
+        monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", size)
+        assert results("sdpa", options)[candidate] < 1e-5
+        monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", size - 1)
+        assert "its copies of K and V for each query head would take" in results("sdpa", options)[candidate]
 
 
 def test_the_oracle_takes_few_heads_of_a_large_group(monkeypatch):
@@ -105,8 +105,8 @@ def test_a_way_that_fails_is_a_result_and_its_warnings_are_not_ours():
     def fails():
         raise RuntimeError("no kernel\nmore")
 
-    assert peers.tried(Way("x", fails)) == (None, "no kernel")
-    assert peers.tried(Way("x", refusal="why")) == (None, "why")
+    assert peers.tried(Candidate("x", fails)) == (None, "no kernel")
+    assert peers.tried(Candidate("x", refusal="why")) == (None, "why")
 
 
 def test_installed_says_what_is_here():

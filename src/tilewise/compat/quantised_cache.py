@@ -1,7 +1,7 @@
 """`QuantisedCache`: K and V of transformers' models in int8, int4 or fp8, for `generate(..., past_key_values=...)`.
 
-A layer is a `KVCache` that grows. Its `update` returns no tensors but a `Held`, which tilewise's attention reads in its
-storage format; nothing is dequantised into a copy. A prompt into an empty cache is attended in full precision.
+A layer is a `KVCache` that grows. Its `update` returns no tensors but a `CachedKV`, which tilewise's attention reads in
+its storage format; nothing is dequantised into a copy. A prompt into an empty cache is attended in full precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..kv_cache import KVCache
 from ..kv_cache.checks import MOST
 
 
-class Held:
+class CachedKV:
     """Keys and values of a layer in their storage format; only tilewise's attention can read them."""
 
     def __init__(self, cache: KVCache, tokens: int) -> None:
@@ -110,10 +110,10 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         held = self.hold(new)
         return held, held
 
-    def hold(self, new: int) -> Held:
-        """A `Held` of all tokens, the last `new` of which are new."""
+    def hold(self, new: int) -> CachedKV:
+        """A `CachedKV` of all tokens, the last `new` of which are new."""
         assert self.cache is not None
-        return Held(self.cache, self.held)
+        return CachedKV(self.cache, self.held)
 
     def _kept(self, tokens: int) -> int:
         """How many of `tokens` tokens the next query can see."""

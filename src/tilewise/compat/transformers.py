@@ -27,9 +27,9 @@ if reason := too_old():
     raise MissingPackage(f"{reason}: {install_line('hf')}", name="transformers")
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from .latent_cache import LatentCache, LatentHeld, absorbed_queries  # noqa: E402
+from .latent_cache import CachedLatent, LatentCache, absorbed_queries  # noqa: E402
 from .mask_patterns import Pattern, make_mask  # noqa: E402
-from .quantised_cache import Held, QuantisedCache  # noqa: E402
+from .quantised_cache import CachedKV, QuantisedCache  # noqa: E402
 
 __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
 
@@ -70,7 +70,7 @@ def register_flash() -> str:
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | Held,
+    key: torch.Tensor | CachedKV,
     value: torch.Tensor,
     attention_mask: Pattern | torch.Tensor | None,
     dropout: float = 0.0,
@@ -129,11 +129,11 @@ def attention_forward(
         indices = _keys_of_blocks(block_indices, indexer.block_size, key.shape[2])
     if indices is not None:
         options["key_indices"] = indices.to(torch.int32)
-    if isinstance(key, LatentHeld):
+    if isinstance(key, CachedLatent):
         query, values = absorbed_queries(module, *autocast(query, query))
         out = _over_cache(module, query, key, attention_mask, is_causal, position_bias, options)  # [B, L, H, rank]
         return (out.transpose(1, 2) @ values).transpose(1, 2), None
-    if isinstance(key, Held):
+    if isinstance(key, CachedKV):
         return _over_cache(module, query, key, attention_mask, is_causal, position_bias, options), None
     query, key, value = autocast(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
@@ -170,7 +170,7 @@ def attention_forward(
 def _over_cache(
     module: torch.nn.Module,
     query: torch.Tensor,
-    held: Held,
+    held: CachedKV,
     attention_mask: Pattern | torch.Tensor | None,
     is_causal: bool | None,
     position_bias: torch.Tensor | None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .peers.way import OURS
+from .peers.candidate import OURS
 from .record import Cell, Record
 from .report import ratio_text
 from .scaling import growths
@@ -47,9 +47,9 @@ def chart(cells: list[Cell]) -> Chart:
     if one and len(xs) >= LEAST_POINTS and all(cell.x is not None for cell in cells):
         series: dict[str, list[tuple[float, float]]] = {OURS: []}
         for cell in cells:
-            for way in cell.ways:
-                if cell.is_right(way):
-                    series.setdefault(way.name, []).append((cell.x or 0, rate_value(cell, way, unit)))
+            for result in cell.ways:
+                if cell.is_right(result):
+                    series.setdefault(result.name, []).append((cell.x or 0, rate_value(cell, result, unit)))
         name = "head dim" if cells[0].name.startswith("D ") else "length"
         return lines(series, name, unit)
     return bars({_heading(cell): _bars(cell, unit) for cell in cells})
@@ -63,11 +63,11 @@ def _heading(cell: Cell) -> str:
 
 def _bars(cell: Cell, unit: str) -> list[Bar]:
     found = []
-    for way in cell.ways:
-        wrong = not cell.is_right(way)
-        kind = "bad" if wrong else "ours" if way.name.startswith(OURS) else "peer"
-        text = rate_text(cell, way, unit) + (" wrong" if wrong else "")
-        found.append(Bar(way.name, rate_value(cell, way, unit), text, kind))
+    for result in cell.ways:
+        wrong = not cell.is_right(result)
+        kind = "bad" if wrong else "ours" if result.name.startswith(OURS) else "peer"
+        text = rate_text(cell, result, unit) + (" wrong" if wrong else "")
+        found.append(Bar(result.name, rate_value(cell, result, unit), text, kind))
     return found
 
 
@@ -104,7 +104,7 @@ def scale(record: Record) -> dict[str, Chart]:
         if any(cell.peers for cell in cells):
             series: dict[str, list[tuple[float, float]]] = {OURS: []}
             for cell in cells:
-                for way in cell.ways:
-                    series.setdefault(way.name, []).append((cell.x or 0, way.timing.seconds * 1e3))
+                for result in cell.ways:
+                    series.setdefault(result.name, []).append((cell.x or 0, result.timing.seconds * 1e3))
             found[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
     return found

@@ -16,9 +16,9 @@ from . import machine
 from .bars import Row
 from .measure import interleaved
 from .oracle import MOST_ERROR, oracle_errors
+from .peers.candidate import OURS, dense_mask
 from .peers.sdpa import sdpa
-from .peers.way import OURS, dense_mask
-from .record import Cell, Record, Taken
+from .record import Cell, Record, TimedResult
 
 CPU = torch.device("cpu")
 DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}
@@ -124,9 +124,9 @@ def measure(case: Case, budget: float) -> Cell:
     if made.peer_read:  # the time in which the peer would read what ours reads
         factor = made.moved / made.peer_read
         peer = replace(peer, seconds=peer.seconds * factor, median=peer.median * factor)
-    ways = Taken(OURS, ours, error), Taken(row_of(case.row).against, peer, peer_error)
+    results = TimedResult(OURS, ours, error), TimedResult(row_of(case.row).against, peer, peer_error)
     return Cell(
-        case.row, case.name, case.metric, ways,
+        case.row, case.name, case.metric, results,
         allowed=made.allowed, flops=made.flops, bytes=made.moved, workspace=made.workspace,
     )  # fmt: skip
 

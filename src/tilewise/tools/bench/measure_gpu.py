@@ -32,9 +32,9 @@ class Turn:
     is_graph: bool
 
 
-def interleaved_on_gpu(ways: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
-    """Times each way (a call for each set of inputs) for about `budget` seconds; also whether it was a graph."""
-    turns = [prepare(calls) for calls in ways]
+def interleaved_on_gpu(candidates: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
+    """Times each candidate (a call for each set of inputs) for about `budget` seconds; also whether it was a graph."""
+    turns = [prepare(calls) for calls in candidates]
     times: list[list[float]] = [[] for _ in turns]
     start, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - start < budget):

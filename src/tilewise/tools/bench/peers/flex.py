@@ -10,7 +10,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Way, limit, not_installed, refuse
+from .candidate import Candidate, limit, not_installed, refuse
 
 NAME = "FlexAttention"
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
     return not_installed("torch.nn.attention.flex_attention")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     refuse(NAME, page_tables=case.page_size, packed_sequences=case.packed)
@@ -38,7 +38,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
     }
     compiled = torch.compile(flex_attention, dynamic=False)
     call = partial(compiled, x.q, x.k, x.v, **options)
-    yield Way(NAME, partial(_with_sinks, call, x.options["sinks"]) if case.sinks else call)
+    yield Candidate(NAME, partial(_with_sinks, call, x.options["sinks"]) if case.sinks else call)
 
 
 def _with_sinks(call: Any, sinks: torch.Tensor) -> torch.Tensor:
