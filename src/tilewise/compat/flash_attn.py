@@ -1,6 +1,6 @@
 """The functions of the flash-attn package, served by tilewise: FlashAttention 2's signatures, on any device.
 
-Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword; `flash_options.Later` lists them.
+Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword: `_flash.options.Later`.
 `flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, and a row that
 sees no key gives 0. There are gradients, but no dropout. `install()` makes these functions importable as `flash_attn`.
 
@@ -20,10 +20,10 @@ from ..api import attention, paged_attention, varlen_attention
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import values
-from .flash_inputs import Rows, inputs, special
-from .flash_install import install, uninstall
-from .flash_kvcache import flash_attn_with_kvcache
-from .flash_options import Later, WindowSize, one_table, translate
+from ._flash.inputs import Rows, inputs, special
+from ._flash.install import install, uninstall
+from ._flash.kvcache import flash_attn_with_kvcache
+from ._flash.options import Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

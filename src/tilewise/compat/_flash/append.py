@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import InvalidArgument
-from ..validation import values
-from . import rotary
-from .flash_inputs import FP8, Rows
+from ...errors import InvalidArgument
+from ...validation import values
+from .. import rotary
+from .inputs import FP8, Rows
 
 
 class Tables(NamedTuple):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 
 VERSION = "2.8.3+tilewise"  # the version of the interface
 
@@ -77,7 +77,7 @@ _MISSING = _Missing()
 
 
 def _modules() -> dict[str, ModuleType]:
-    from . import bert_padding, flash_attn, flash_attn_3, rotary
+    from .. import bert_padding, flash_attn, flash_attn_3, rotary
 
     functions = {name: getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith("flash_attn")}
     modules = {

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api import attention, paged_attention
-from ..core.options import Options
-from ..core.tracing import is_traced
-from ..dispatch import call_cache
-from ..errors import InvalidArgument
-from ..validation import calls, values
-from .flash_append import check_new, tables, turn, write
-from .flash_inputs import FP8, Rows, descales, inputs, second_query, special, stored
-from .flash_options import CacheLater, Later, WindowSize, one_table, translate
+from ...api import attention, paged_attention
+from ...core.options import Options
+from ...core.tracing import is_traced
+from ...dispatch import call_cache
+from ...errors import InvalidArgument
+from ...validation import calls, values
+from .append import check_new, tables, turn, write
+from .inputs import FP8, Rows, descales, inputs, second_query, special, stored
+from .options import CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

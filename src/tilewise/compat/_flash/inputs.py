@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..core.problem import MAX_HEAD_DIM
-from ..core.tracing import is_traced
-from ..errors import InvalidArgument
-from ..quantised import Quantised
-from ..state import AttentionState
+from ...core.problem import MAX_HEAD_DIM
+from ...core.tracing import is_traced
+from ...errors import InvalidArgument
+from ...quantised import Quantised
+from ...state import AttentionState
 
 if TYPE_CHECKING:
-    from .flash_options import Later
+    from .options import Later
 
 FP8 = torch.float8_e4m3fn
 
