@@ -21,7 +21,7 @@ from ..core.tensors import Shared
 from ..dispatch import pairs
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
-from .attending import into
+from .attend_call import copy_to_out
 from .block_loops import compiled, merge_rows
 from .upload import upload
 
@@ -195,5 +195,5 @@ def run(
         if seq_major != "blhd":
             state = AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
     if out is not None:
-        state = AttentionState(into(out, state.out), state.lse)
+        state = AttentionState(copy_to_out(out, state.out), state.lse)
     return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)
