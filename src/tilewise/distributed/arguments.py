@@ -87,13 +87,13 @@ def prepare(
 
     rows = len(cu_q) - 1 if packed else q.shape[0]
     offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
-    seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
+    doc_places = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
     rules = as_rules(o)
     biases = _checked_biases(o, q, packed, head, seq, Lk)
     indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
     plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
-    fusible = order != "striped" and plain and all(len(of_document) == 1 for of_document in seen)
-    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
+    fusible = order != "striped" and plain and all(len(of_document) == 1 for of_document in doc_places)
+    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), doc_places, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
     if not packed:
         passed["layout"] = o.layout
@@ -167,7 +167,7 @@ def _places(
     o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
 ) -> tuple[torch.Tensor | int, torch.Tensor | None, list[Place]]:
     """Positions of first queries and keys in use: as arguments of the parts, and as numbers for the plan."""
-    given = []
+    values = []
     for name in ("q_offset", "kv_lengths"):
         x = getattr(o, name)
         if x is not None and not is_int(x):
@@ -175,15 +175,15 @@ def _places(
                 raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]" + " or an int" * (name == "q_offset"))
         elif x is not None and name == "kv_lengths":
             raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]")
-        given.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
+        values.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
     packed = bool(cu_q)
-    whole = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
+    keys = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
     queries = [b - a for a, b in itertools.pairwise(cu_q)] if packed else [Lq] * rows
-    used = [n if u is None else u for u, n in zip(given[1], whole, strict=True)]
-    for b, (u, n) in enumerate(zip(used, whole, strict=True)):
+    used = [n if u is None else u for u, n in zip(values[1], keys, strict=True)]
+    for b, (u, n) in enumerate(zip(used, keys, strict=True)):
         if not 0 <= u <= n:
             raise InvalidArgument(f"kv_lengths[{b}]", u, f"0 to {n}, the keys of all ranks")
-    starts = [u - n if at is None else int(at) for at, u, n in zip(given[0], used, queries, strict=True)]
+    starts = [u - n if at is None else int(at) for at, u, n in zip(values[0], used, queries, strict=True)]
     places = list(zip(starts, used, strict=True))
     if packed:
         return 0, None, places
@@ -199,11 +199,12 @@ def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq:
     if indices is None:
         return None
     shapes = ([q.shape[0], q.shape[seq]], [q.shape[0], kv_heads, q.shape[seq]])
-    given = list(getattr(indices, "shape", ()))[:-1]
-    if packed or not isinstance(indices, torch.Tensor) or given not in shapes or indices.dtype.is_floating_point:
-        want = f"ints [{q.shape[0]}, {q.shape[seq]}, n] or [{q.shape[0]}, {kv_heads}, {q.shape[seq]}, n]; not packed"
+    shape = list(getattr(indices, "shape", ()))[:-1]
+    if packed or not isinstance(indices, torch.Tensor) or shape not in shapes or indices.dtype.is_floating_point:
+        B, Lq = q.shape[0], q.shape[seq]
+        expected = f"ints [{B}, {Lq}, n] or [{B}, {kv_heads}, {Lq}, n]; not packed"
         remedy = "this rank's rows (tilewise.distributed.shard(key_indices, mesh, -2)), positions of all ranks' keys"
-        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), want, remedy)
+        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), expected, remedy)
     if indices.device.type == "cpu" and indices.numel():
         least, most = (int(x) for x in indices.aminmax())
         if least < -1 or most >= Lk:

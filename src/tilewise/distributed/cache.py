@@ -250,9 +250,9 @@ class ShardedBatch:
         j = torch.arange(max(most, 1), device=q.device)  # a rank without keys needs a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
-        given = {name: options.pop(name) for name in RULES if name in options}
-        seen = near(as_rules(Options(**given | {"causal": causal})), queries, keys)
-        return {"causal": False, "mask": seen[:, None]}
+        rules = {name: options.pop(name) for name in RULES if name in options}
+        visible = near(as_rules(Options(**rules | {"causal": causal})), queries, keys)
+        return {"causal": False, "mask": visible[:, None]}
 
 
 def _check_rows(name: str, x: Any) -> None:

@@ -44,7 +44,7 @@ class Messages:
     """Messages in transit: `wait` before reading what is received or reusing what is sent."""
 
     def __init__(self, ranks: Ranks, sends: Sequence[tuple[int, Tensors]], receipts: Sequence[tuple[int, Tensors]]):
-        self.ranks, self.held = ranks, (sends, receipts)
+        self.ranks, self.messages = ranks, (sends, receipts)
         ops = []
         for kind, messages in ((dist.irecv, receipts), (dist.isend, sends)):
             for peer, tensors in messages:
@@ -56,7 +56,7 @@ class Messages:
             raise lost_rank(ranks, sorted({peer for peer, _ in (*sends, *receipts)}), error) from error
 
     def wait(self) -> None:
-        works, peers = self.works, sorted({peer for messages in self.held for peer, _ in messages})
+        works, peers = self.works, sorted({peer for messages in self.messages for peer, _ in messages})
         self.works = []
         lost = None
         for work in works:  # all, even after an error: posted operations must not outlive their memory
@@ -64,7 +64,7 @@ class Messages:
                 work.wait()
             except RuntimeError as error:
                 lost = lost or error
-        self.held = (), ()
+        self.messages = (), ()
         if lost is not None:
             raise lost_rank(self.ranks, peers, lost) from lost
 

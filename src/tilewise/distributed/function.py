@@ -37,16 +37,17 @@ def head_groups(call: Call, heads: int, kv_heads: int) -> list[Range]:
     """
     if not call.task.gather or call.ranks.size == 1:
         return [(0, kv_heads)]
-    tokens = sum(piece.size for held in call.task.q_pieces for piece in held) // call.task.ranks
+    tokens = sum(piece.size for pieces in call.task.q_pieces for piece in pieces) // call.task.ranks
     groups = min(MOST_GROUPS, tokens * heads // LEAST_ROWS)
     size = max(1, -(-kv_heads // max(1, groups)))
     return [(lo, min(lo + size, kv_heads)) for lo in range(0, kv_heads, size)]
 
 
 def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
-    """Yields (KV heads, round, its parts)."""
+    """A list of (KV heads, round, its parts)."""
     heads = q.shape[call.head] * (1 if call.packed else q.shape[0])
-    return [(kv, *each) for kv in head_groups(call, heads, k.shape[call.head]) for each in call.rounds]
+    groups = head_groups(call, heads, k.shape[call.head])
+    return [(kv, round, units) for kv in groups for round, units in call.rounds]
 
 
 def receive_rounds(
@@ -77,10 +78,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
-        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        out, lse, left = forward(call, q, k, v, given, exact=True)
+        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        out, lse, rounding = forward(call, q, k, v, present, exact=True)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, left, *extras)
+        ctx.save_for_backward(q, k, v, out, lse, rounding, *extras)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -89,29 +90,29 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_double_backward()
         names = ("q", "k", "v", *EXTRAS)
-        q, k, v, out, lse, left, *extras = ctx.saved_tensors
+        q, k, v, out, lse, rounding, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        if left is not None and q.dtype == torch.float32:  # lse's rounding error scales P = exp(s - lse)
-            dout = dout * left.neg().exp()[..., None]
-            dlse = dlse if dlse is None else dlse * left.neg().exp()
-        elif left is not None:  # delta from the merged out before rounding: parts were rounded already
-            more = (dout.float() * (out.float() - left)).sum(-1)
-            dlse = more if dlse is None else dlse + more
-        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        found = backward(ctx.call, (q, k, v, out, lse, dout, dlse), given, wanted)
-        return (None, *(found.get(name) for name in names))
+        if rounding is not None and q.dtype == torch.float32:  # lse's rounding error scales P = exp(s - lse)
+            dout = dout * rounding.neg().exp()[..., None]
+            dlse = dlse if dlse is None else dlse * rounding.neg().exp()
+        elif rounding is not None:  # delta from the merged out before rounding: parts were rounded already
+            correction = (dout.float() * (out.float() - rounding)).sum(-1)
+            dlse = correction if dlse is None else dlse + correction
+        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        grads = backward(ctx.call, (q, k, v, out, lse, dout, dlse), present, wanted)
+        return (None, *(grads.get(name) for name in names))
 
 
 def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
     """The slices of masks, sinks, slopes and indices for some heads."""
-    found = {}
+    slices = {}
     for name, x in extras.items():
         dim = HEAD_DIMS.get(name, -1)
         lo, hi = kv if name == "key_indices" else heads
         has_heads = x.ndim >= (4 if name == "key_indices" else -dim) and x.shape[dim] > 1
-        found[name] = x.narrow(dim, lo, hi - lo) if has_heads else x
-    return found
+        slices[name] = x.narrow(dim, lo, hi - lo) if has_heads else x
+    return slices
 
 
 def forward(
@@ -122,13 +123,15 @@ def forward(
     """
     parts = sum(len(units) for _, units in call.rounds)
     total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
-    given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # sinks go with a row's only part
+    # Sinks go with a row's only part; else `total` adds them.
+    part_extras = {name: x for name, x in extras.items() if name != "sinks" or total.once}
     with closing(receive_rounds(call, q, k, v)) as rounds:
         for kv, heads, _, units, buffer in rounds:
-            some = _of_heads(given, heads, kv)
+            head_extras = _of_heads(part_extras, heads, kv)
             for unit in units:
                 q_rows, k_rows = rows(unit)
-                part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
+                kv_cut = [call.cut(x, k_rows) for x in buffer]
+                part = call.forward(unit, call.cut(q, q_rows, heads), kv_cut, head_extras)
                 total.add(q_rows, heads, part)
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
     if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
@@ -143,44 +146,45 @@ def backward(
     call: Call, tensors: tuple[Any, ...], extras: dict[str, Any], wanted: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     q, k, v, out, lse, dout, dlse = tensors
-    held = {"q": q, "k": k, "v": v, **extras}
-    found = {
-        name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
+    inputs = {"q": q, "k": k, "v": v, **extras}
+    results = {
+        name: torch.zeros(inputs[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
     }
     if "sinks" in wanted:
-        found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
+        results["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
-    keys = tuple(name for name in ("k", "v") if name in wanted)
-    parts = {name: x for name, x in extras.items() if name != "sinks"}
-    sums = {name: Sum(call, held[name], _parts(call, name)) for name in wanted if name in "qkv"}
-    going: list[GradReturn] = []
-    with drained_on_error(going), closing(receive_rounds(call, q, k, v)) as rounds:
+    kv_names = tuple(name for name in ("k", "v") if name in wanted)
+    part_extras = {name: x for name, x in extras.items() if name != "sinks"}
+    sums = {name: Sum(call, inputs[name], _parts(call, name)) for name in wanted if name in "qkv"}
+    returns: list[GradReturn] = []
+    with drained_on_error(returns), closing(receive_rounds(call, q, k, v)) as rounds:
         for kv, heads, round, units, buffer in rounds if grads else ():
-            some = _of_heads(parts, heads, kv)
-            shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads, kv)
-            of_keys: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in keys}
+            head_extras = _of_heads(part_extras, heads, kv)
+            extra_grads = _of_heads({name: results[name] for name in grads if name in EXTRAS}, heads, kv)
+            key_grads: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in kv_names}
             for unit in units:
                 q_rows, k_rows = rows(unit)
-                cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
-                part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
+                q_cut, *cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
+                kv_cut = [call.cut(x, k_rows) for x in buffer]
+                part = call.backward(unit, (q_cut, *kv_cut, *cut), grads, head_extras)
                 if part.dq is not None:
                     sums["q"].add(heads, q_rows, part.dq)
                 for name, x in (("k", part.dk), ("v", part.dv)):
                     if x is not None:
-                        of_keys[name].append((k_rows, x))
-                _add_extras(call, shares, part, unit)
-            if keys:
-                brought = dict(zip("kv", buffer, strict=False))
-                ready = tuple(_whole(call, brought[name], of_keys[name]) for name in keys) if buffer else ()
-                home = [partial(sums[name].add, kv) for name in keys]
-                owned = tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in keys)
-                going.append(GradReturn(call.ranks, round, ready, home, owned, call.seq))
-                if len(going) > 1:
-                    going.pop(0).add()
-        for last in going:
+                        key_grads[name].append((k_rows, x))
+                _add_extras(call, extra_grads, part, unit)
+            if kv_names:
+                received = dict(zip("kv", buffer, strict=False))
+                kv_grads = tuple(_whole(call, received[name], key_grads[name]) for name in kv_names if received)
+                accumulate = [partial(sums[name].add, kv) for name in kv_names]
+                owned = tuple(inputs[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in kv_names)
+                returns.append(GradReturn(call.ranks, round, kv_grads, accumulate, owned, call.seq))
+                if len(returns) > 1:
+                    returns.pop(0).add()
+        for last in returns:
             last.add()
-    found |= {name: x.result() for name, x in sums.items()}
-    return {name: x.to(held[name].dtype) for name, x in found.items()}
+    results |= {name: x.result() for name, x in sums.items()}
+    return {name: x.to(inputs[name].dtype) for name, x in results.items()}
 
 
 def _parts(call: Call, name: str) -> int:
@@ -225,5 +229,5 @@ def _of_sinks(
     if dlse is not None:
         delta = delta - dlse
     live = lse.isfinite()
-    each = torch.where(live, -(by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
-    return each.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]
+    dsinks = torch.where(live, -(by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
+    return dsinks.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]

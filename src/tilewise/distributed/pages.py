@@ -66,10 +66,10 @@ def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, firs
     if wrong is not None:
         raise wrong
     parts = []
-    for sender, (about, found) in zip(senders, plans, strict=True):
+    for sender, (about, declared_tensors) in zip(senders, plans, strict=True):
         tensors = {
             name: _moved(dist.recv, torch.empty(shape, dtype=dtype, device=cache.device), sender, group)
-            for name, (shape, dtype) in found.items()
+            for name, (shape, dtype) in declared_tensors.items()
         }
         parts.append((about, tensors))
     return cache.import_(*parts, first_head=first_head)
@@ -92,14 +92,14 @@ def _header(cache: PagedKVCache, sender: int, group: Any) -> bytes:
 def _declared(cache: PagedKVCache, sender: int, text: bytes) -> tuple[Any, Tensors]:
     """What a header declares, checked before memory is allocated for it."""
     try:
-        said = json.loads(text)
-        about, shapes = said["about"], said["tensors"]
+        header = json.loads(text)
+        about, shapes = header["about"], header["tensors"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument("sender", f"{sender}, a header that cannot be read", "one of send_sequence") from error
-    found = declared(cache, f"sender {sender}", about)
-    if shapes != _shapes(found):
-        raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(found)}, as its manifest says")
-    return about, found
+    tensors = declared(cache, f"sender {sender}", about)
+    if shapes != _shapes(tensors):
+        raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(tensors)}, as its manifest says")
+    return about, tensors
 
 
 def _number(x: int, cache: PagedKVCache) -> torch.Tensor:

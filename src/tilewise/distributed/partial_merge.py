@@ -104,16 +104,16 @@ class Sum:
     def flush(self, heads: Range) -> None:
         parts = self.pending.pop(heads)
         for lo, hi in itertools.pairwise(sorted({end for which, _ in parts for end in which})):
-            found = [
+            terms = [
                 self.call.cut(part, (lo - first, hi - first))
                 for (first, last), part in parts
                 if first <= lo and hi <= last
             ]
             total = self.call.cut(self.total, (lo, hi), heads)
-            if heads in self.begun and found:
-                found.insert(0, total)
-            if found:
-                add_into(found, total)
+            if heads in self.begun and terms:
+                terms.insert(0, total)
+            if terms:
+                add_into(terms, total)
         self.begun.add(heads)
 
     def result(self) -> torch.Tensor:
