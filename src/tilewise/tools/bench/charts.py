@@ -20,19 +20,20 @@ MOST_OVER = 3.0  # times the required result: longer bars are cut off
 def charts(record: Record) -> dict[str, Chart]:
     """Each chart by its title."""
     if record.rows:
-        asked = {"Share of what was asked for (the mark)": bullets(record)}
-        return asked | {title_of(group, cells): chart(cells) for group, cells in record.groups.items()}
+        targets = {"Share of what was asked for (the mark)": bullets(record)}
+        return targets | {title_of(group, cells): chart(cells) for group, cells in record.groups.items()}
     if record.about.get("suite") == "scale":
         return scale(record)
-    found: dict[str, Chart] = {}
-    few: dict[str, list[Cell]] = {}
+    drawn: dict[str, Chart] = {}
+    single_cases: dict[str, list[Cell]] = {}
     for group, cells in record.groups.items():
         suite = group.partition(": ")[0]
         if len(cells) > 1:
-            found[title_of(group, cells)] = chart(cells)
+            drawn[title_of(group, cells)] = chart(cells)
         else:  # one chart for all groups of a single case
-            few.setdefault(suite, []).append(replace(cells[0], name=f"{group.partition(': ')[2]}, {cells[0].name}"))
-    return {title_of(suite, cells): chart(cells) for suite, cells in few.items()} | found
+            name = f"{group.partition(': ')[2]}, {cells[0].name}"
+            single_cases.setdefault(suite, []).append(replace(cells[0], name=name))
+    return {title_of(suite, cells): chart(cells) for suite, cells in single_cases.items()} | drawn
 
 
 def title_of(group: str, cells: list[Cell]) -> str:
@@ -62,13 +63,13 @@ def _heading(cell: Cell) -> str:
 
 
 def _bars(cell: Cell, unit: str) -> list[Bar]:
-    found = []
+    drawn = []
     for result in cell.ways:
         wrong = not cell.is_right(result)
         kind = "bad" if wrong else "ours" if result.name.startswith(OURS) else "peer"
         text = rate_text(cell, result, unit) + (" wrong" if wrong else "")
-        found.append(Bar(result.name, rate_value(cell, result, unit), text, kind))
-    return found
+        drawn.append(Bar(result.name, rate_value(cell, result, unit), text, kind))
+    return drawn
 
 
 def bullets(record: Record) -> Chart:
@@ -96,15 +97,15 @@ def scale(record: Record) -> dict[str, Chart]:
         f"{kind}, L^{fitted[kind].time:.2f}" if fitted[kind].time is not None else kind: points
         for kind, points in ours.items()
     }
-    found = {"Time of a call (ms)": lines(named, "length", "ms", log_y=True)}
+    drawn = {"Time of a call (ms)": lines(named, "length", "ms", log_y=True)}
     memory = {kind: [(c.x or 0, c.memory / 2**20) for c in cells if c.memory] for kind, cells in record.groups.items()}
     if any(memory.values()):
-        found["Memory beside inputs and output (MiB)"] = lines(memory, "length", "MiB", log_y=True)
+        drawn["Memory beside inputs and output (MiB)"] = lines(memory, "length", "MiB", log_y=True)
     for kind, cells in record.groups.items():
         if any(cell.peers for cell in cells):
             series: dict[str, list[tuple[float, float]]] = {OURS: []}
             for cell in cells:
                 for result in cell.ways:
                     series.setdefault(result.name, []).append((cell.x or 0, result.timing.seconds * 1e3))
-            found[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
-    return found
+            drawn[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
+    return drawn

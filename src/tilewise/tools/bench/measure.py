@@ -54,10 +54,10 @@ def interleaved(
     with _no_collection():
         start, rounds = clock(), 0
         while rounds < LEAST_ROUNDS or (rounds < most and clock() - start < budget):
-            for call, count, taken in zip(calls, repeats, times, strict=True):
-                taken.append(_turn(call, count, clock))
+            for call, count, seconds in zip(calls, repeats, times, strict=True):
+                seconds.append(_turn(call, count, clock))
             rounds += 1
-    return [summary(taken, count) for taken, count in zip(times, repeats, strict=True)]
+    return [summary(seconds, count) for seconds, count in zip(times, repeats, strict=True)]
 
 
 def waiting(call: Call, device: torch.device) -> Call:
@@ -107,8 +107,8 @@ def _warm_up(call: Call, clock: Clock) -> int:
     call()
     start = clock()
     call()
-    taken = clock() - start
-    return max(1, min(1000, math.ceil(LEAST_TURN / taken))) if taken > 0 else 1000
+    seconds = clock() - start
+    return max(1, min(1000, math.ceil(LEAST_TURN / seconds))) if seconds > 0 else 1000
 
 
 def _turn(call: Call, count: int, clock: Clock) -> float:

@@ -38,10 +38,10 @@ def interleaved_on_gpu(candidates: Sequence[Sequence[Call]], budget: float) -> l
     times: list[list[float]] = [[] for _ in turns]
     start, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - start < budget):
-        for turn, taken in zip(turns, times, strict=True):
-            taken.append(seconds(turn.run) / turn.count)
+        for turn, durations in zip(turns, times, strict=True):
+            durations.append(seconds(turn.run) / turn.count)
         rounds += 1
-    return [(summary(taken, turn.count), turn.is_graph) for taken, turn in zip(times, turns, strict=True)]
+    return [(summary(durations, turn.count), turn.is_graph) for durations, turn in zip(times, turns, strict=True)]
 
 
 def prepare(calls: Sequence[Call]) -> Turn:

@@ -92,10 +92,10 @@ class Record:
 
     @property
     def groups(self) -> dict[str, list[Cell]]:
-        found: dict[str, list[Cell]] = {}
+        groups: dict[str, list[Cell]] = {}
         for cell in self.cells:
-            found.setdefault(cell.group, []).append(cell)
-        return found
+            groups.setdefault(cell.group, []).append(cell)
+        return groups
 
     @property
     def mean_ratio(self) -> float | None:

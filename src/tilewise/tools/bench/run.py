@@ -173,11 +173,11 @@ def _cpu(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, An
         with torch.no_grad():
             about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
 
-    def said(cell: Cell) -> str:
+    def describe_cell(cell: Cell) -> str:
         assert cell.ours is not None
         return f"{cpu_suite.row_of(cell.group).words(cell.beside)}, error {cell.ours.error:.1e}"
 
-    return _measure(items, about, budget, ceilings, said, keep, cpu_suite.ROWS)
+    return _measure(items, about, budget, ceilings, describe_cell, keep, cpu_suite.ROWS)
 
 
 def _models(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
@@ -187,15 +187,15 @@ def _models(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str,
     scope = Scope(device.type == "cuda", options.quick)
     named = {**SUITES, "scale": scale}
     tasks = [task for suite in options.suites for task in named[suite](scope)]
-    found = installed()
+    libraries = installed()
     left_out: dict[str, str] = {}
     if options.peers is None and (options.quick or device.type == "cpu"):
         left_out = {name: f"left out: {why}; --peers names it" for name, why in SLOW_PEERS.items()}
     if not half_sdpa:
         left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
-    found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}
-    peers = [name for name in (found if options.peers is None else options.peers) if found[name] is None]
-    about = _about(options, device, []) | {"dtype": kind, "peers": found}
+    libraries = {**libraries, **{name: why for name, why in left_out.items() if libraries[name] is None}}
+    peers = [name for name in (libraries if options.peers is None else options.peers) if libraries[name] is None]
+    about = _about(options, device, []) | {"dtype": kind, "peers": libraries}
     full, short = BUDGETS[device.type]
     run = grid.Bench(device, DTYPES[kind], short if options.quick else full, peers)
 
@@ -230,7 +230,7 @@ def _measure(
     about: dict[str, Any],
     budget: float,
     prepare: Callable[[Screen], None],
-    said: Callable[[Cell], str],
+    describe_cell: Callable[[Cell], str],
     keep: Callable[[Mapping[str, Any]], None],
     rows: Sequence[Row] = (),
 ) -> Record:
@@ -252,7 +252,7 @@ def _measure(
                 screen.step(f"{item.group}, {item.name}")
                 try:
                     cell = item.measure()
-                    words = said(cell)
+                    words = describe_cell(cell)
                 except Exception as error:  # such as out of memory; other cases go on
                     reason = (str(error) or type(error).__name__).splitlines()[0]
                     cell = Cell(item.group, item.name, item.metric, (), {OURS: reason}, item.x)
@@ -278,10 +278,10 @@ def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
     budget = cpu_suite.QUICK_BUDGET if quick else cpu_suite.BUDGET / 2
     with torch.no_grad():
         if run.device.type != "cpu":
-            given = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
-            return measure_gpu.ceilings(run.device, run.dtype, budget / 2, **given)
-        sizes, _ = cpu_suite.sizes_here()
-        return machine.ceilings(sizes.read, sizes.matrix, budget)
+            sizes = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
+            return measure_gpu.ceilings(run.device, run.dtype, budget / 2, **sizes)
+        here, _ = cpu_suite.sizes_here()
+        return machine.ceilings(here.read, here.matrix, budget)
 
 
 def _ensure_half_sdpa(words: Sequence[str]) -> bool:

@@ -60,16 +60,16 @@ def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
     lengths = lengths[:, None, None, None]
     kpos = torch.arange(case.kv_len, device=device)
     qpos = lengths - case.q_len + torch.arange(case.q_len, device=device)[:, None]  # [B, 1, Lq, 1]
-    seen = kpos < lengths
+    visible = kpos < lengths
     if case.causal:
-        seen = seen & (kpos <= qpos)
+        visible = visible & (kpos <= qpos)
     if case.window is not None:
         left, right = as_window(case.window)
-        seen = seen if left is None else seen & (qpos - kpos <= left)
-        seen = seen if right is None else seen & (kpos - qpos <= right)
+        visible = visible if left is None else visible & (qpos - kpos <= left)
+        visible = visible if right is None else visible & (kpos - qpos <= right)
     if case.chunk is not None:
-        seen = seen & (kpos // case.chunk == qpos // case.chunk)
+        visible = visible & (kpos // case.chunk == qpos // case.chunk)
     mask = x.options.get("mask")
     if mask is not None:
-        seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
-    return seen
+        visible = visible & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    return visible

@@ -25,8 +25,8 @@ def missing() -> str | None:
 
 def library() -> Path | None:
     """vLLM's operators for this processor."""
-    found = importlib.util.find_spec("vllm")
-    folders = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    spec = importlib.util.find_spec("vllm")
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     name = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 

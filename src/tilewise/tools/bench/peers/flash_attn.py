@@ -58,5 +58,5 @@ def _call(library: Any, case: Workload, x: Inputs) -> Any:
 
 def _first(function: Any, *args: Any, **options: Any) -> torch.Tensor:
     """The output alone: some versions return lse too."""
-    found = function(*args, **options)
-    return found[0] if isinstance(found, tuple) else found
+    result = function(*args, **options)
+    return result[0] if isinstance(result, tuple) else result

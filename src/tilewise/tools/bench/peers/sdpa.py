@@ -115,13 +115,13 @@ def needs_mask(case: Workload, x: Inputs) -> bool:
 
 def _mask(case: Workload, x: Inputs) -> torch.Tensor:
     """A bool mask or, if biases are added, a float mask with `-inf`: `[B or 1, H or 1, 1 or Lq, Lk]`."""
-    seen, given = dense_mask(case, x), x.options.get("mask")
-    if not case.alibi and (given is None or given.dtype == torch.bool):
-        return seen
-    bias = torch.zeros_like(seen, dtype=x.q.dtype) if given is None or given.dtype == torch.bool else given
+    visible, mask = dense_mask(case, x), x.options.get("mask")
+    if not case.alibi and (mask is None or mask.dtype == torch.bool):
+        return visible
+    bias = torch.zeros_like(visible, dtype=x.q.dtype) if mask is None or mask.dtype == torch.bool else mask
     if case.alibi:
         device = x.q.device
         back = torch.arange(case.kv_len - case.q_len, case.kv_len, device=device)[:, None]
         back = (back - torch.arange(case.kv_len, device=device)).abs()
         bias = bias - (x.options["alibi_slopes"][:, None, None] * back).to(bias.dtype)
-    return bias.masked_fill(~seen, -torch.inf)
+    return bias.masked_fill(~visible, -torch.inf)
