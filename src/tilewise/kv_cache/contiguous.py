@@ -267,9 +267,9 @@ class KVCache:
         q_first = checks.offsets(offset, self.batch)
         ring.check(first, q_first, self.capacity, options)
         if ring.order_does_not_matter(first, length, self.capacity, q_rows, options):
-            held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
+            kv_lengths = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
             operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
-            return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
+            return attention(q, *operands, kv_lengths=kv_lengths, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         back, q = returner(q), to_tensor("q", q)
