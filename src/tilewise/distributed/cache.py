@@ -31,10 +31,10 @@ RULES = tuple(name for name in NO_RULES.options() if name != "causal")
 TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
 
 
-def held(length: int, rank: int, ranks: int, interleave: int) -> int:
+def tokens_on_rank(length: int, rank: int, ranks: int, interleave: int) -> int:
     """How many of a sequence's first `length` tokens a rank holds.
 
-    >>> [held(10, rank, 3, 2) for rank in range(3)]
+    >>> [tokens_on_rank(10, rank, 3, 2) for rank in range(3)]
     [4, 4, 2]
     """
     rounds, rest = divmod(length, interleave * ranks)
@@ -105,7 +105,7 @@ class ShardedKVCache:
         """Shortens a sequence to `length` tokens, counted over all ranks."""
         if not is_int(length) or not 0 <= length <= self.length(sequence):
             raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
-        self.cache.truncate(sequence, self._held(length))
+        self.cache.truncate(sequence, self._own_tokens(length))
         self._length[sequence] = length
 
     def length(self, sequence: int) -> int:
@@ -115,8 +115,8 @@ class ShardedKVCache:
             raise InvalidArgument("sequence", repr(sequence), "the id of a sequence that is not freed")
         return self._length[number]
 
-    def _held(self, length: int) -> int:
-        return held(length, self.ranks.rank, self.ranks.size, self.interleave)
+    def _own_tokens(self, length: int) -> int:
+        return tokens_on_rank(length, self.ranks.rank, self.ranks.size, self.interleave)
 
     def append(self, sequences: int | Sequence[int], k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Appends tokens `[B, Hkv, L, D]`, of which each rank stores its own, in a cache with one layer.
@@ -136,7 +136,7 @@ class ShardedKVCache:
             raise InvalidArgument("count", repr(count), "a number of new tokens of each sequence, 0 or more")
         ids = sequence_ids(sequences)
         before = [self.length(sequence) for sequence in ids]
-        new = [self._held(n + count) - self._held(n) for n in before]
+        new = [self._own_tokens(n + count) - self._own_tokens(n) for n in before]
         batch = self.cache.extend(ids, new)
         self._length |= {sequence: n + count for sequence, n in zip(ids, before, strict=True)}
         return ShardedBatch(self, ids, batch, before, count)
@@ -246,7 +246,7 @@ class ShardedBatch:
             return {"causal": causal, "q_offset": first, "k_start": ranks.rank, "k_stride": ranks.size}
         if options.get("alibi_slopes") is not None:
             raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
-        most = max((c._held(n + self.count) for n in self.before), default=0)
+        most = max((c._own_tokens(n + self.count) for n in self.before), default=0)
         j = torch.arange(max(most, 1), device=q.device)  # a rank without keys needs a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]

@@ -130,16 +130,16 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
         yield ours, "attention", sharded
         yield ours, "varlen_attention", packed
         patterns = sys.modules["tilewise.compat.mask_patterns"]
-        yield patterns, "_pattern", _of_whole
+        yield patterns, "_pattern", _whole_pattern
         # Position ids of a zigzag jump, which transformers would take for the start of another document.
         yield patterns.hf, "find_packed_sequence_indices", lambda position_ids: None
 
 
-def _of_whole(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, padding_mask: Any) -> Any:
+def _whole_pattern(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, is_token: Any) -> Any:
     """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's shard."""
     from ..compat.mask_patterns import Pattern
 
-    padded = padding_mask is not None and not bool(padding_mask.all())
+    padded = is_token is not None and not bool(is_token.all())
     if padded or rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
         remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
         raise InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)

@@ -121,10 +121,10 @@ class GradReturn:
         self, ranks: Ranks, round: Round, grads: Tensors, accumulate: Sequence[AddGradient], tensors: Tensors, dim: int
     ) -> None:
         self.round, self.dim, self.accumulate = round, dim, accumulate
-        by_rank = {source.rank: self._of(source.rank, grads) for source in round.sources} if grads else {}
+        by_rank = {source.rank: self._rows_of(source.rank, grads) for source in round.sources} if grads else {}
         own = by_rank.pop(ranks.rank, None)
         if own is not None:
-            self._add(own, next(source for source in round.sources if source.rank == ranks.rank))
+            self._accumulate(own, next(source for source in round.sources if source.rank == ranks.rank))
         self.received = [tuple(resized(x, dim, to.rows) for x in tensors) for to in round.sends]
         receipts = [(to.rank, x) for to, x in zip(round.sends, self.received, strict=True)]
         sends = [
@@ -133,7 +133,7 @@ class GradReturn:
         ]
         self.messages = Messages(ranks, sends, receipts)
 
-    def _of(self, rank: int, grads: Tensors) -> Tensors:
+    def _rows_of(self, rank: int, grads: Tensors) -> Tensors:
         """The rows from one source, in the order in which it sent them."""
         if len(self.round.order) < 2:
             return grads
@@ -144,7 +144,7 @@ class GradReturn:
             at += count
         return tuple(torch.cat([x.narrow(self.dim, i, n) for _, i, n in sorted(places)], self.dim) for x in grads)
 
-    def _add(self, parts: Tensors, source: Source) -> None:
+    def _accumulate(self, parts: Tensors, source: Source) -> None:
         for add, part in zip(self.accumulate, parts, strict=True):
             at = 0
             for lo, hi in source.ranges:
@@ -155,7 +155,7 @@ class GradReturn:
         """Adds other ranks' gradients of this rank's keys and values in the order of ranks: deterministic."""
         self.messages.wait()
         for to, parts in zip(self.round.sends, self.received, strict=True):
-            self._add(parts, to)
+            self._accumulate(parts, to)
 
 
 @contextlib.contextmanager

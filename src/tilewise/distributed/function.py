@@ -21,7 +21,7 @@ from ..autograd import AttentionGradients
 from ..errors import no_double_backward
 from .exchange import GradReturn, KVReceive, drained_on_error
 from .pair_call import Call, Unit, add_to_mask, documents, part_of_bias, rows
-from .partial_merge import Sum, Total, by_head
+from .partial_merge import GradSum, MergedState, sinks_by_head
 from .schedule import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
@@ -53,9 +53,9 @@ def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
 def receive_rounds(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Generator[tuple[Any, ...], None, None]:
-    """Yields (KV heads, their query heads, round, its parts, its K and V), while those of the next are in transit.
+    """Yields (KV heads, their query heads, round, its parts, its K and V), with the next round's in transit.
 
-    To be closed, even after an error: that waits for messages in transit.
+    The caller closes it, also after an error: closing waits for messages in transit.
     """
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     row_caches: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
@@ -104,7 +104,7 @@ class Attention(torch.autograd.Function):
         return (None, *(grads.get(name) for name in names))
 
 
-def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
+def _head_slices(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
     """The slices of masks, sinks, slopes and indices for some heads."""
     slices = {}
     for name, x in extras.items():
@@ -118,28 +118,29 @@ def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]
 def forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any], exact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`out`, `lse` and, if `exact`, what the merge loses by rounding: `out` in float32, or for float32 inputs that of
-    `lse`.
+    """`out`, `lse` and, if `exact` and parts were merged, what `backward` needs to correct for rounding.
+
+    That is `out` in float32 or, for float32 inputs, the rounding error of `lse`.
     """
     parts = sum(len(units) for _, units in call.rounds)
-    total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
-    # Sinks go with a row's only part; else `total` adds them.
-    part_extras = {name: x for name, x in extras.items() if name != "sinks" or total.once}
+    merged = MergedState(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
+    # Sinks go with a row's only part; else `merged` adds them.
+    part_extras = {name: x for name, x in extras.items() if name != "sinks" or merged.once}
     with closing(receive_rounds(call, q, k, v)) as rounds:
         for kv, heads, _, units, buffer in rounds:
-            head_extras = _of_heads(part_extras, heads, kv)
+            head_extras = _head_slices(part_extras, heads, kv)
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 kv_cut = [call.cut(x, k_rows) for x in buffer]
                 part = call.forward(unit, call.cut(q, q_rows, heads), kv_cut, head_extras)
-                total.add(q_rows, heads, part)
+                merged.add(q_rows, heads, part)
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
-    if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
-        return *total.pending[0][2], None
-    total.merge()
-    if total.wide is not None:
-        return total.out, total.lse, torch.where(total.lse.isfinite(), total.wide - total.lse, 0.0).float()
-    return total.out.to(q.dtype), total.lse, None if total.out.dtype == q.dtype else total.out
+    if merged.once and [(which, heads) for which, heads, _ in merged.pending] == [everything]:
+        return *merged.pending[0][2], None
+    merged.merge()
+    if merged.wide is not None:
+        return merged.out, merged.lse, torch.where(merged.lse.isfinite(), merged.wide - merged.lse, 0.0).float()
+    return merged.out.to(q.dtype), merged.lse, None if merged.out.dtype == q.dtype else merged.out
 
 
 def backward(
@@ -151,16 +152,16 @@ def backward(
         name: torch.zeros(inputs[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
     }
     if "sinks" in wanted:
-        results["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
+        results["sinks"] = _sink_grads(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
     kv_names = tuple(name for name in ("k", "v") if name in wanted)
     part_extras = {name: x for name, x in extras.items() if name != "sinks"}
-    sums = {name: Sum(call, inputs[name], _parts(call, name)) for name in wanted if name in "qkv"}
+    sums = {name: GradSum(call, inputs[name], _part_count(call, name)) for name in wanted if name in "qkv"}
     returns: list[GradReturn] = []
     with drained_on_error(returns), closing(receive_rounds(call, q, k, v)) as rounds:
         for kv, heads, round, units, buffer in rounds if grads else ():
-            head_extras = _of_heads(part_extras, heads, kv)
-            extra_grads = _of_heads({name: results[name] for name in grads if name in EXTRAS}, heads, kv)
+            head_extras = _head_slices(part_extras, heads, kv)
+            extra_grads = _head_slices({name: results[name] for name in grads if name in EXTRAS}, heads, kv)
             key_grads: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in kv_names}
             for unit in units:
                 q_rows, k_rows = rows(unit)
@@ -175,7 +176,7 @@ def backward(
                 _add_extras(call, extra_grads, part, unit)
             if kv_names:
                 received = dict(zip("kv", buffer, strict=False))
-                kv_grads = tuple(_whole(call, received[name], key_grads[name]) for name in kv_names if received)
+                kv_grads = tuple(_round_grad(call, received[name], key_grads[name]) for name in kv_names if received)
                 accumulate = [partial(sums[name].add, kv) for name in kv_names]
                 owned = tuple(inputs[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in kv_names)
                 returns.append(GradReturn(call.ranks, round, kv_grads, accumulate, owned, call.seq))
@@ -187,7 +188,7 @@ def backward(
     return {name: x.to(inputs[name].dtype) for name, x in results.items()}
 
 
-def _parts(call: Call, name: str) -> int:
+def _part_count(call: Call, name: str) -> int:
     """How many parts a gradient is summed from, for each group of heads."""
     if name == "q":
         return sum(len(units) for _, units in call.rounds)
@@ -196,7 +197,7 @@ def _parts(call: Call, name: str) -> int:
     return sum(len(x.ranges) for x in itertools.chain(own, theirs))
 
 
-def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
+def _round_grad(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
     """The gradient of a round's keys: that of its only part, or a sum in float32."""
     if len(parts) == 1 and parts[0][0] == (0, like.shape[call.seq]):
         return parts[0][1]
@@ -221,7 +222,7 @@ def _add_extras(call: Call, totals: dict[str, torch.Tensor], part: AttentionGrad
             slopes.add_(part.dalibi_slopes)
 
 
-def _of_sinks(
+def _sink_grads(
     call: Call, sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
 ) -> torch.Tensor:
     """dsinks = -sum over rows of exp(sink - lse) * delta. A row has one sink, however many parts."""
@@ -229,5 +230,6 @@ def _of_sinks(
     if dlse is not None:
         delta = delta - dlse
     live = lse.isfinite()
-    dsinks = torch.where(live, -(by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
+    weights = (sinks_by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp()
+    dsinks = torch.where(live, -weights * delta, 0.0)
     return dsinks.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]

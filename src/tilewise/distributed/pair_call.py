@@ -56,7 +56,7 @@ class Call:
 
     def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
         """Runs one part. The tensors are sliced to its heads; q, k and v also to its rows."""
-        options = self.options | self._of(unit, extras)
+        options = self.options | self._part_options(unit, extras)
         tables = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")] if self.packed else []
         if "sinks" in extras:
             options["sinks"] = extras["sinks"]
@@ -64,12 +64,13 @@ class Call:
 
     def backward(self, unit: Unit, tensors: Any, grads: tuple[str, ...], extras: dict[str, Any]) -> AttentionGradients:
         q, k, v, out, lse, dout, dlse = tensors
-        options = {name: x for name, x in self.options.items() if name != "split_size"} | self._of(unit, extras)
+        shared = {name: x for name, x in self.options.items() if name != "split_size"}
+        options = shared | self._part_options(unit, extras)
         return attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=grads, **options)
 
-    def _of(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
+    def _part_options(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
         """The options of one part: rules with the positions of its rows, and its slices of masks and slopes."""
-        options = self._packed(unit) if isinstance(unit, Pass) else self._dense(unit)
+        options = self._pass_options(unit) if isinstance(unit, Pass) else self._pair_options(unit)
         if "mask" in extras:
             options["mask"] = part_of_mask(extras["mask"], unit)
         options |= {name: part_of_bias(name, extras[name], unit) for name in ("q_bias", "k_bias") if name in extras}
@@ -80,7 +81,7 @@ class Call:
             options["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
         return options
 
-    def _dense(self, p: Pair) -> dict[str, Any]:
+    def _pair_options(self, p: Pair) -> dict[str, Any]:
         options: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
         if self.task.rules.absolute or p.step > 1:
             options = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
@@ -90,7 +91,7 @@ class Call:
             options["kv_lengths"] = -((p.kpos - self.lengths) // p.step).clamp(-p.keys, 0)
         return options | self.task.rules.options()
 
-    def _packed(self, p: Pass) -> dict[str, Any]:
+    def _pass_options(self, p: Pass) -> dict[str, Any]:
         def ints(values: Any) -> torch.Tensor:
             return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
