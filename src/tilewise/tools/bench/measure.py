@@ -19,11 +19,11 @@ Clock = Callable[[], float]
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
 MOST_BLOCKS = 5
-# Seconds. Shorter calls are repeated within a turn, since a single one is noisy. The median of the turn is taken: the
-# mean was up to 8% above that of a plain loop (benchmarks/cpu/by_hand.py).
+# Seconds. Shorter calls are repeated within a turn, since a single one is noisy. A turn counts as its median, which is
+# closer to a plain loop than its mean (benchmarks/cpu/by_hand.py).
 LEAST_TURN = 2e-2
-# Seconds of warm-up calls at the start of such a turn. After another's turn threads sleep and caches are cold: the
-# first two calls of 2.9 ms took 3.4. (A pause before each turn slowed its calls by 3 to 4%: an idle core is slower.)
+# Seconds of warm-up calls at the start of such a turn: after another call's turn threads sleep and caches are cold. (A
+# pause before each turn would slow its calls: an idle core is slower.)
 WARM = 6e-3
 
 

@@ -53,7 +53,7 @@ def _cached(case: Workload, x: Inputs) -> Candidate:
     inputs |= {"past_value": v, "seqlens_k": torch.full((case.batch,), case.kv_len - 1, dtype=torch.int32)}
     inputs["total_sequence_length"] = torch.tensor([case.kv_len], dtype=torch.int32)
     outputs = {"output": out, "present_key": k, "present_value": v}
-    return _way(f"{NAME} GQA", "GroupQueryAttention", attributes, inputs, outputs, case)
+    return _candidate(f"{NAME} GQA", "GroupQueryAttention", attributes, inputs, outputs, case)
 
 
 def _whole(case: Workload, x: Inputs) -> Candidate:
@@ -61,10 +61,10 @@ def _whole(case: Workload, x: Inputs) -> Candidate:
     attributes["scale"] = case.head_dim**-0.5 if case.scale is None else case.scale  # type: ignore[assignment]
     inputs = {"query": _rows(x.q), "key": _rows(x.k), "value": _rows(x.v)}
     outputs = {"output": torch.empty(case.batch, case.q_len, case.heads * case.head_dim)}
-    return _way(f"{NAME} MHA", "MultiHeadAttention", attributes, inputs, outputs, case)
+    return _candidate(f"{NAME} MHA", "MultiHeadAttention", attributes, inputs, outputs, case)
 
 
-def _way(
+def _candidate(
     name: str,
     operator: str,
     attributes: dict[str, Any],
