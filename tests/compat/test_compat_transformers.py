@@ -357,7 +357,7 @@ def test_padding_is_not_computed(monkeypatch):
 
 
 def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):
-    monkeypatch.setattr(mask_patterns, "_held", lambda function: {})
+    monkeypatch.setattr(mask_patterns, "_closure", lambda function: {})
     assert mask_patterns.read(hf.sliding_window_causal_mask_function(3)) is None
     assert isinstance(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3)), torch.Tensor)
 

@@ -66,8 +66,8 @@ class LatentLayer(QuantisedLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """`key_states` are latent parts, `value_states` rope parts."""
         rows = torch.cat((key_states, value_states), -1)
-        held, _ = super().update(rows, key_states)
-        return (key_states, value_states) if held is rows else (held, held)
+        cached, _ = super().update(rows, key_states)
+        return (key_states, value_states) if cached is rows else (cached, cached)
 
     def hold(self, new: int) -> CachedKV:
         assert self.cache is not None
@@ -138,14 +138,14 @@ def absorb(model_type: str) -> None:
     """Patches the attention of a transformers model to pass latent rows to tilewise. Other caches are not affected."""
     try:
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-        found = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
+        classes = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
     except ImportError:
-        found = []
-    if not found:
+        classes = []
+    if not classes:
         given, wanted = f"a model of type {model_type!r}", "one whose attention has expand_kv, as DeepSeek V3"
         raise InvalidArgument("config", given, wanted, "use a QuantisedCache or a DynamicCache")
     attention: Any
-    for attention in found:
+    for attention in classes:
         attention.expand_kv = _or_cached(attention.expand_kv)
 
 

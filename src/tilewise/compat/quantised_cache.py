@@ -107,8 +107,8 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cumulative_length += new
         if prompt:
             return key_states, value_states
-        held = self.hold(new)
-        return held, held
+        cached = self.hold(new)
+        return cached, cached
 
     def hold(self, new: int) -> CachedKV:
         """A `CachedKV` of all tokens, the last `new` of which are new."""
@@ -136,10 +136,10 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.held == 0:
             return query_length, 0
         if self.cache is not None and self.held + query_length > self.cache.capacity:
-            held = self._kept(self.held)  # `update` will make room
+            kept = self._kept(self.held)  # `update` will make room
         else:
-            held = self.held
-        return held + query_length, self.cumulative_length - held
+            kept = self.held
+        return kept + query_length, self.cumulative_length - kept
 
     def get_seq_length(self) -> int:
         return self.cumulative_length

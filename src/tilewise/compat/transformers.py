@@ -181,8 +181,8 @@ def _over_cache(
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
         if (lengths := options.pop("kv_lengths", None)) is not None:
-            seen = torch.arange(cached.tokens, device=query.device) < lengths[:, None]
-            options["mask"] = seen[:, None, None]  # [B, 1, 1, Lk]
+            visible = torch.arange(cached.tokens, device=query.device) < lengths[:, None]
+            options["mask"] = visible[:, None, None]  # [B, 1, 1, Lk]
     elif attention_mask is not None:
         options |= {"mask": attention_mask[..., : cached.tokens], "causal": False}
     else:

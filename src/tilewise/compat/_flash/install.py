@@ -65,11 +65,11 @@ class _Missing:
         asks_only = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # find_spec expects None
         if asks_only or not isinstance(module := sys.modules.get(parent), ModuleType) or parent not in _before:
             return None
-        there = ", ".join(other for other in _before if other in sys.modules)
+        modules = ", ".join(other for other in _before if other in sys.modules)
         # Without `name=`: with it, Python would replace the message by its own.
         raise ModuleNotFoundError(
             f"{name} is not there: tilewise is installed as flash_attn, by tilewise.compat.flash_attn.install(). "
-            f"It has the modules {there}; {parent} has {', '.join(module.__dict__['__all__'])}"
+            f"It has the modules {modules}; {parent} has {', '.join(module.__dict__['__all__'])}"
         )
 
 

@@ -13,8 +13,8 @@ from ...core.tracing import is_traced
 from ...dispatch import call_cache
 from ...errors import InvalidArgument
 from ...validation import calls, values
-from .append import check_new, tables, turn, write
-from .inputs import FP8, Rows, descales, inputs, second_query, special, stored
+from .append import check_new_tokens, checked_tables, rotate_tokens, write_tokens
+from .inputs import FP8, Rows, descales, inputs, needs_inputs, second_query, stored
 from .options import CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def flash_attn_with_kvcache(
     lengths = _lengths("cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
     rest: Later = {**later, "num_splits": num_splits}
     options: dict[str, Any] = translate(capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, rest)
-    moving = causal or options.get("window") is not None or options.get("chunk") is not None
+    by_position = causal or options.get("window") is not None or options.get("chunk") is not None
 
     new: torch.Tensor | int = 0 if k is None else _new_tokens(k, cu_seqlens_k_new, batch, q.device)
     total = lengths if k is None else lengths + new
@@ -85,29 +85,29 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         leftpad = _lengths("cache_leftpad", cache_leftpad, batch, q.device)
         values.check_lengths("cache_leftpad", leftpad, lengths, "tokens in the row", None)
-        options["mask"] = _after(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
+        options["mask"] = _leftpad_mask(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
     options |= _form_options(total, table, cu_seqlens_q, max_seqlen_q)
     options["return_lse"] = return_softmax_lse
     pages = () if table is None else (table, total)
-    unusual = special(q, k_cache, rest)
-    if unusual:
+    converted = needs_inputs(q, k_cache, rest)
+    if converted:
         second_query(q, v_cache, rest)
         descales(q, k_cache, v_cache, rest, batch)
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
-        check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
-        _check_call(q, k_cache, v_cache, pages, options, unusual or cu_seqlens_q is not None)
+        check_new_tokens(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
+        _check_call(q, k_cache, v_cache, pages, options, converted or cu_seqlens_q is not None)
         rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
             start = lengths if rotary_seqlens is None else _lengths("rotary_seqlens", rotary_seqlens, batch, q.device)
             rows_q = None if cu_seqlens_q is None else Rows.of(cu_seqlens_q, q.shape[0])
-            reach = _longer(new, (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if moving else 1)
-            angles = tables(rotary_cos, rotary_sin, start, rotary_interleaved, q.shape[-1], capacity, reach)
-            k = turn(k, angles, rows_k, True)
-            q = turn(q, angles, rows_q, moving)
-        write(k_cache, v_cache, k, v, lengths, table, rows_k)
-    if unusual:
+            reach = _larger(new, (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if by_position else 1)
+            angles = checked_tables(rotary_cos, rotary_sin, start, rotary_interleaved, q.shape[-1], capacity, reach)
+            k = rotate_tokens(k, angles, rows_k, True)
+            q = rotate_tokens(q, angles, rows_q, by_position)
+        write_tokens(k_cache, v_cache, k, v, lengths, table, rows_k)
+    if converted:
         call = inputs(q, k_cache, v_cache, options, rest, batch, cu_seqlens_q)
         result = call.result(_attend(call.q, call.k, call.v, pages, call.options))
     else:
@@ -169,7 +169,7 @@ def _table(
     return table
 
 
-def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
+def _larger(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
     """The larger of two lengths, element by element."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
@@ -189,7 +189,7 @@ def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.d
     return torch.full((batch,), max(-LONGEST, min(index(lengths), LONGEST)), dtype=torch.int32, device=device)
 
 
-def _after(
+def _leftpad_mask(
     leftpad: torch.Tensor,
     total: torch.Tensor,
     capacity: int,
@@ -204,16 +204,16 @@ def _after(
     """
     pad = leftpad[:, None].long()
     slots = torch.arange(capacity, device=leftpad.device) - pad  # [B, S], from the first one in use
-    seen = slots >= 0
+    visible = slots >= 0
     size = options.get("chunk")
     if size is None:
-        return seen[:, None, None]
+        return visible[:, None, None]
     options["chunk"] = None
     rows, used = q.shape[1], torch.full_like(total, q.shape[1])
     if offsets is not None:
         used = offsets.diff()
         rows = int(used.max()) if longest is None else index(longest)
     first = (total - used)[:, None].long() - pad  # [B, 1]: the position of the first query
-    at = first + torch.arange(rows, device=q.device)  # [B, Lq]
-    same = at.div(size, rounding_mode="floor")[:, :, None] == slots.div(size, rounding_mode="floor")[:, None]
-    return (same & seen[:, None])[:, None]
+    positions = first + torch.arange(rows, device=q.device)  # [B, Lq]
+    same = positions.div(size, rounding_mode="floor")[:, :, None] == slots.div(size, rounding_mode="floor")[:, None]
+    return (same & visible[:, None])[:, None]
