@@ -71,20 +71,19 @@ def page(name: str) -> str:
     parts = [f"# {title}", f"{about} `make docs` generates this page."]
     if name == "commands":
         parts += commands()
+    place = "tilewise.distributed" if name == "distributed" else "tilewise"
     for thing in () if name == "commands" else public()[name]:
-        parts += entry(thing)
+        place = thing.__name__ if inspect.ismodule(thing) else place
+        parts += entry(thing, place)
     return "\n\n".join(parts) + "\n"
 
 
-def entry(thing: Any) -> Iterator[str]:
-    """A heading, the signature and the text of a module, a function or a class with its methods."""
+def entry(thing: Any, place: str) -> Iterator[str]:
+    """A heading, the signature and the text of a module, a function or a class with its methods; `place` has it."""
     if inspect.ismodule(thing):
         yield f"## {thing.__name__}"
     else:
-        place = thing.__module__ if thing.__module__.startswith("tilewise.compat") else "tilewise"
-        level = "###" if place != "tilewise" else "##"
-        if thing.__module__.startswith("tilewise.distributed"):
-            place = "tilewise.distributed"
+        level = "###" if place.startswith("tilewise.compat") else "##"
         yield f"{level} {thing.__name__}"
         yield f"```python\n{signature(f'{place}.{thing.__name__}', thing)}\n```"
     yield text(inspect.getdoc(thing) or "")

@@ -33,7 +33,7 @@ from tilewise.dispatch import planner
 from tilewise.distributed import exchange, function
 from tilewise.distributed.attention import prepare
 from tilewise.distributed.layout import Ranks, rows_of
-from tilewise.distributed.rows import Call, rows
+from tilewise.distributed.pair_call import Call, rows
 from tilewise.state import add_into
 from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.report import write_json

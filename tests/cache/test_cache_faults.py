@@ -98,33 +98,33 @@ def test_cut_off_at_every_byte(kind, saved):
             kind.load(path)
 
 
-def same_or_refused(kind, path, held):
+def same_or_refused(kind, path, contents):
     """Whether a file still holds what was saved; if not, it must be refused by its name."""
     try:
-        found = kind.load(path)
+        loaded = kind.load(path)
     except InvalidArgument as error:
         if error.argument != "path":
             raise
         return False
-    assert found == held
+    assert loaded == contents
     return True
 
 
 @pytest.mark.parametrize("change", [1, 0x20, 0xFF])
 def test_every_byte_altered(kind, saved, change):
-    path, whole, held = saved
+    path, whole, contents = saved
     accepted = 0
     for place in range(len(whole)):
         data = bytearray(whole)
         data[place] ^= change
         path.write_bytes(data)
-        accepted += same_or_refused(kind, path, held)
+        accepted += same_or_refused(kind, path, contents)
     header = int.from_bytes(whole[:8], "little")
     assert accepted <= len(whole[8 : 8 + header]) - len(whole[8 : 8 + header].rstrip())  # blanks after the header
 
 
 def test_every_range_removed_zeroed_or_moved(kind, saved):
-    path, whole, held = saved
+    path, whole, contents = saved
     step = max(1, len(whole) // 40)
     for start in range(0, len(whole), step):
         for size in (1, 7, 64, len(whole) // 2):
@@ -136,7 +136,7 @@ def test_every_range_removed_zeroed_or_moved(kind, saved):
                 if data == whole:
                     continue
                 path.write_bytes(data)
-                same_or_refused(kind, path, held)
+                same_or_refused(kind, path, contents)
 
 
 def forged(path, whole, change, digest=True):

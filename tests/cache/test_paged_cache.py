@@ -187,11 +187,11 @@ def test_wrong_rows_leave_no_trace():
 class TestPrefixes:
     def test_equal_prefixes_share_pages(self):
         cache = cache_of()
-        first, held = cache.prefix_match(range(10))
-        assert held == 0
+        first, matched = cache.prefix_match(range(10))
+        assert matched == 0
         put(cache, first, list(range(10)))
-        second, held = cache.prefix_match([*range(9), 77])
-        assert held == 8
+        second, matched = cache.prefix_match([*range(9), 77])
+        assert matched == 8
         assert cache.keys(second).equal(cache.keys(first)[:, :8])
         assert (cache.stats().used, cache.stats().shared) == (3, 2)
         assert cache.prefix_match([0, 1, 2, 3, 9, 9, 9, 9])[1] == 4
@@ -205,8 +205,8 @@ class TestPrefixes:
             put(cache, sequence, list(range(start, start + 8)), seed=start)
             cache.free(sequence)
         assert (cache.stats().kept, cache.stats().free, cache.stats().used) == (6, 0, 0)
-        sequence, held = cache.prefix_match(range(8))  # used again: the youngest now
-        assert held == 8
+        sequence, matched = cache.prefix_match(range(8))  # used again: the youngest now
+        assert matched == 8
         cache.free(sequence)
         other = cache.create()
         put(cache, other, [5] * 12)  # takes three: those of 100, which nobody used for longest, and a half of 200's
@@ -232,8 +232,8 @@ class TestPrefixes:
         for start in range(0, 32, 4):
             put(cache, cache.create(), list(range(start, start + 4)), seed=start)
         for start in range(0, 32, 4):
-            sequence, held = cache.prefix_match(range(start, start + 4))
-            assert held == 4
+            sequence, matched = cache.prefix_match(range(start, start + 4))
+            assert matched == 4
             assert cache.keys(sequence).equal(rows(2, 4, 2, 64, seed=start)[0].transpose(0, 1))
         assert cache.prefix_match(range(1, 5))[1] == 0
 
@@ -259,8 +259,8 @@ class TestPrefixes:
         a = cache.create()
         put(cache, a, list(range(8)), seed=1)
         cache.truncate(a, 6)
-        found, held = cache.prefix_match(range(8))
-        assert held == 8  # all of it is still there
+        found, matched = cache.prefix_match(range(8))
+        assert matched == 8  # all of it is still there
         cache.free(found)
         put(cache, a, [90, 91], seed=2)  # written in place: the page is a's alone
         assert cache.stats().used == 2
@@ -293,8 +293,8 @@ class TestPrefixes:
         k, v = rows(2, 8, 2, 64)
         cache.append([a, b], k, v, tokens=[1, 2, 3, 4] * 2)
         put(cache, b, [5, 6, 7, 8], seed=5)
-        c, held = cache.prefix_match([1, 2, 3, 4, 5, 6, 7, 8])
-        assert held == 8
+        c, matched = cache.prefix_match([1, 2, 3, 4, 5, 6, 7, 8])
+        assert matched == 8
         assert (
             cache.store.sequences.pages(cache.store.sequences.slot_of[c])[0]
             == cache.store.sequences.pages(cache.store.sequences.slot_of[a])[0]

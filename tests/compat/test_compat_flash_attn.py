@@ -61,17 +61,17 @@ def attend(
     j = torch.arange(len(k))[None, :]
     if slopes is not None:
         s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs()
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    visible = torch.ones(len(q), len(k), dtype=torch.bool)
     left, right = window_size
     if causal:
-        seen &= j <= i
+        visible &= j <= i
     if left >= 0:
-        seen &= j >= i - left
+        visible &= j >= i - left
     if right >= 0:
-        seen &= j <= i + right
+        visible &= j <= i + right
     if chunk:
-        seen &= torch.div(i, chunk, rounding_mode="floor") == j // chunk
-    s = s.masked_fill(~seen, -torch.inf)
+        visible &= torch.div(i, chunk, rounding_mode="floor") == j // chunk
+    s = s.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(-1, len(q), 1)), -1)
         v = torch.cat((v, torch.zeros_like(v[:1])), 0)
@@ -141,12 +141,12 @@ HEADS = 6
 
 def both(options, batch):
     """The options as given to the function, and as given to the formula for row b."""
-    given = dict(options)
+    flash_options = dict(options)
     slopes = None
     if "alibi_slopes" in options:
         rows = options["alibi_slopes"] == "rows"
-        given["alibi_slopes"] = torch.rand(batch, HEADS) if rows else alibi_slopes(HEADS)
-        slopes = given["alibi_slopes"].expand(batch, HEADS)
+        flash_options["alibi_slopes"] = torch.rand(batch, HEADS) if rows else alibi_slopes(HEADS)
+        slopes = flash_options["alibi_slopes"].expand(batch, HEADS)
 
     def of_row(b):
         return {
@@ -159,15 +159,15 @@ def both(options, batch):
             "sinks": options.get("s_aux"),
         }
 
-    return given, of_row
+    return flash_options, of_row
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("rows", "keys"), [(9, 9), (3, 11), (11, 6)])
 def test_dense(name, rows, keys):
     q, k, v = peaked(2, rows, HEADS, 16), peaked(2, keys, 2, 16), peaked(2, keys, 2, 16)
-    given, of_row = both(OPTIONS[name], 2)
-    out, lse, probs = fa.flash_attn_func(q, k, v, return_attn_probs=True, **given)
+    flash_options, of_row = both(OPTIONS[name], 2)
+    out, lse, probs = fa.flash_attn_func(q, k, v, return_attn_probs=True, **flash_options)
     assert lse.shape == (2, HEADS, rows)
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
@@ -176,8 +176,8 @@ def test_dense(name, rows, keys):
         want_out, want_lse = formula(q[b], k[b], v[b], **of_row(b))
         close(out[b], want_out)
         close(lse[b], want_lse)
-    assert fa.flash_attn_func(q, k, v, **given).equal(out)
-    assert fa.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **given).equal(out)
+    assert fa.flash_attn_func(q, k, v, **flash_options).equal(out)
+    assert fa.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **flash_options).equal(out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -191,10 +191,10 @@ def test_dense_in_16_bits(dtype):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_qkvpacked(name):
     qkv = peaked(2, 9, 3, HEADS, 16)
-    given, of_row = both(OPTIONS[name], 2)
-    out = fa.flash_attn_qkvpacked_func(qkv, **given)
+    flash_options, of_row = both(OPTIONS[name], 2)
+    out = fa.flash_attn_qkvpacked_func(qkv, **flash_options)
     packed = fa.flash_attn_varlen_qkvpacked_func(
-        qkv.flatten(0, 1), torch.tensor([0, 9, 18], dtype=torch.int32), 9, **given
+        qkv.flatten(0, 1), torch.tensor([0, 9, 18], dtype=torch.int32), 9, **flash_options
     )
     for b in range(2):
         want, _ = formula(*qkv[b].unbind(1), **of_row(b))
@@ -214,12 +214,12 @@ def test_varlen(name):
     cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
     q, kv = peaked(12, HEADS, 16), peaked(29, 2, 2, 16)
     k, v = kv.unbind(1)
-    given, of_row = both(OPTIONS[name], 4)
-    out, lse, probs = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 12, return_attn_probs=True, **given)
+    flash_options, of_row = both(OPTIONS[name], 4)
+    out, lse, probs = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 12, return_attn_probs=True, **flash_options)
     assert lse.shape == (HEADS, 12)
     assert probs.numel() == 0
     used = torch.tensor([8, 0, 5, 3], dtype=torch.int32)
-    shorter = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 12, seqused_k=used, **given)
+    shorter = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 12, seqused_k=used, **flash_options)
     for b in range(4):
         rows, keys = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
         want_out, want_lse = formula(q[rows], k[keys], v[keys], **of_row(b))
@@ -227,7 +227,7 @@ def test_varlen(name):
         close(lse[:, rows], want_lse)
         first = slice(keys.start, keys.start + int(used[b]))
         close(shorter[rows], formula(q[rows], k[first], v[first], **of_row(b))[0])
-    assert fa.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 7, 12, **given).equal(out)
+    assert fa.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 7, 12, **flash_options).equal(out)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -292,12 +292,12 @@ def test_with_kvcache(form, name, rows, new):
     cache = Cache(form, 3, 20)
     lengths = torch.tensor([0, 7, 20 - new], dtype=torch.int32)
     q, k, v = peaked(3, rows, HEADS, 16), peaked(3, new, 2, 16), peaked(3, new, 2, 16)
-    given, of_row = both(OPTIONS[name], 3)
-    given.pop("deterministic", None)
+    flash_options, of_row = both(OPTIONS[name], 3)
+    flash_options.pop("deterministic", None)
     before = cache.k.clone(), cache.v.clone()
     out, lse = fa.flash_attn_with_kvcache(
         q, cache.k, cache.v, *((k, v) if new else ()), cache_seqlens=lengths, return_softmax_lse=True,
-        **cache.options, **given,
+        **cache.options, **flash_options,
     )  # fmt: skip
     assert lse.shape == (3, HEADS, rows)
     for b, n in enumerate(lengths.tolist()):
@@ -365,8 +365,8 @@ def test_padding_counts_as_positions_of_rotary():
 
 def test_kvcache_lengths_by_int_and_default():
     q, k, v = peaked(2, 1, HEADS, 16), peaked(2, 9, 2, 16), peaked(2, 9, 2, 16)
-    for given, used in [({}, 9), ({"cache_seqlens": 4}, 4)]:
-        out = fa.flash_attn_with_kvcache(q, k, v, **given)
+    for flash_options, used in [({}, 9), ({"cache_seqlens": 4}, 4)]:
+        out = fa.flash_attn_with_kvcache(q, k, v, **flash_options)
         for b in range(2):
             close(out[b], formula(q[b], k[b, :used], v[b, :used])[0])
 

@@ -20,7 +20,7 @@ from test_compat_flash_attn import (  # noqa: F401
 from tilewise import InvalidArgument, varlen_attention
 from tilewise.compat import flash_attn as fa
 from tilewise.compat import flash_attn_3 as fa3
-from tilewise.compat import flash_inputs
+from tilewise.compat._flash import inputs as flash_inputs
 from tilewise.testing.check import judge, largest_error
 
 FP8 = torch.float8_e4m3fn

@@ -94,11 +94,11 @@ def run(model, implementation, *arguments, **options):
     return result.logits if "logits" in result else result.last_hidden_state
 
 
-def check(name, *arguments, seen=slice(None), implementation="tilewise", **options):
+def check(name, *arguments, visible=slice(None), implementation="tilewise", **options):
     """As right as eager attention: at most twice its error, by the model in float64."""
-    got = run(model_of(name), implementation, *arguments, **options)[seen]
-    plain = run(model_of(name), "eager", *arguments, **options)[seen]
-    compare(name, got, plain, run(exact_of(name), "exact", *arguments, **options)[seen])
+    got = run(model_of(name), implementation, *arguments, **options)[visible]
+    plain = run(model_of(name), "eager", *arguments, **options)[visible]
+    compare(name, got, plain, run(exact_of(name), "exact", *arguments, **options)[visible])
 
 
 def compare(name, got, plain, exact):
@@ -110,7 +110,7 @@ def compare(name, got, plain, exact):
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_logits(name, padding):
     tokens, mask = inputs(padding)
-    check(name, tokens, attention_mask=mask, seen=mask.bool())
+    check(name, tokens, attention_mask=mask, visible=mask.bool())
     if padding == "no":
         check(name, tokens)
 
@@ -131,7 +131,7 @@ def test_these_models_notice(name):
         AttentionInterface.register("broken", broken)
         hf.AttentionMaskInterface.register("broken", make_mask)
         with pytest.raises((Mismatch, RuntimeError)):
-            check(name, tokens, attention_mask=mask, seen=mask.bool(), implementation="broken")
+            check(name, tokens, attention_mask=mask, visible=mask.bool(), implementation="broken")
 
 
 @pytest.mark.parametrize("cache", [None, "static", False], ids=["dynamic", "static", "no cache"])
@@ -200,13 +200,13 @@ def test_packed_sequences_by_their_offsets(name):
 
 def test_masks_of_a_users_own():
     tokens, _ = inputs("no")
-    seen = torch.rand(3, 1, LENGTH, LENGTH) > 0.3
-    seen |= torch.eye(LENGTH, dtype=torch.bool)
-    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    visible = torch.rand(3, 1, LENGTH, LENGTH) > 0.3
+    visible |= torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     check("llama", tokens, attention_mask=added)
-    as_bool = run(model_of("llama"), "tilewise", tokens, attention_mask=seen)
+    as_bool = run(model_of("llama"), "tilewise", tokens, attention_mask=visible)
     plain = run(model_of("llama"), "eager", tokens, attention_mask=added)
-    compare("llama", as_bool, plain, run(exact_of("llama"), "exact", tokens, attention_mask=seen))
+    compare("llama", as_bool, plain, run(exact_of("llama"), "exact", tokens, attention_mask=visible))
 
 
 def dense(mask, shape, offset=0):
@@ -217,22 +217,22 @@ def dense(mask, shape, offset=0):
     q = torch.arange(rows)[:, None] + mask.options.get("q_offset", 0)
     k = torch.arange(keys)[None]
     left, right = mask.options.get("window", (None, None))
-    seen = torch.ones(rows, keys, dtype=torch.bool)
+    visible = torch.ones(rows, keys, dtype=torch.bool)
     if mask.options["causal"]:
-        seen &= k <= q
+        visible &= k <= q
     if left is not None:
-        seen &= q - k <= left
+        visible &= q - k <= left
     if right is not None:
-        seen &= k - q <= right
+        visible &= k - q <= right
     if "chunk" in mask.options:
-        seen &= q // mask.options["chunk"] == k // mask.options["chunk"]
-    seen = seen.expand(batch, 1, rows, keys)
+        visible &= q // mask.options["chunk"] == k // mask.options["chunk"]
+    visible = visible.expand(batch, 1, rows, keys)
     if "kv_lengths" in mask.options:
-        seen = seen & (k < mask.options["kv_lengths"][:, None, None, None])
+        visible = visible & (k < mask.options["kv_lengths"][:, None, None, None])
     if "mask" in mask.options:
         assert mask.options["mask"].shape == (batch, 1, 1, keys)
-        seen = seen & mask.options["mask"]
-    return seen
+        visible = visible & mask.options["mask"]
+    return visible
 
 
 def in_sequences(mask, shape):
@@ -241,7 +241,7 @@ def in_sequences(mask, shape):
     cu, chunk = mask.packed.offsets, mask.options.get("chunk")
     left, right = mask.options.get("window", (None, None))
     lengths = cu.diff() if mask.packed.lengths is None else mask.packed.lengths
-    seen = torch.zeros(batch * rows, batch * keys, dtype=torch.bool)
+    visible = torch.zeros(batch * rows, batch * keys, dtype=torch.bool)
     for start, end, used in zip(cu[:-1].tolist(), cu[1:].tolist(), lengths.tolist(), strict=True):
         assert end - start <= mask.packed.longest
         i, j = torch.arange(end - start)[:, None], torch.arange(used)[None]
@@ -250,8 +250,8 @@ def in_sequences(mask, shape):
         part &= (i - j <= left) if left is not None else True
         part &= (j - i <= right) if right is not None else True
         part &= (i // chunk == j // chunk) if chunk is not None else True
-        seen[start:end, start : start + used] = part
-    return torch.stack([seen[b * rows : (b + 1) * rows, b * keys : (b + 1) * keys] for b in range(batch)])[:, None]
+        visible[start:end, start : start + used] = part
+    return torch.stack([visible[b * rows : (b + 1) * rows, b * keys : (b + 1) * keys] for b in range(batch)])[:, None]
 
 
 FUNCTIONS = {
@@ -357,7 +357,7 @@ def test_padding_is_not_computed(monkeypatch):
 
 
 def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):
-    monkeypatch.setattr(mask_patterns, "_held", lambda function: {})
+    monkeypatch.setattr(mask_patterns, "_closure", lambda function: {})
     assert mask_patterns.read(hf.sliding_window_causal_mask_function(3)) is None
     assert isinstance(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3)), torch.Tensor)
 
@@ -555,13 +555,15 @@ def test_gradient_checkpointing(name):
     tokens, mask = inputs("left")
     model = copy.deepcopy(model_of(name)).train()
     model.set_attn_implementation("tilewise")
-    found = []
+    gradients = []
     for again in (False, True):
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
-        found.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True))
-    for a, b in zip(*found, strict=True):
+        gradients.append(
+            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        )
+    for a, b in zip(*gradients, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
 

@@ -12,7 +12,7 @@ import tilewise
 from ranks import mesh_of
 from tilewise import InvalidArgument, distributed
 from tilewise.core.options import Options
-from tilewise.distributed.cache import held
+from tilewise.distributed.cache import tokens_on_rank
 from tilewise.testing.check import check_call, judge, largest_error
 from tilewise.validation.calls import dense
 
@@ -83,8 +83,8 @@ def test_a_sharded_cache_is_one_cache(pool, interleave, options, dtype, storage,
     for rank, (worst, (own, whole), kept) in enumerate(answers):
         assert worst < 1
         assert whole == [n + 5 for n in LENGTHS]
-        assert own == [held(n, rank, 4, interleave) for n in whole]
-        assert kept == held(3, rank, 4, interleave)
+        assert own == [tokens_on_rank(n, rank, 4, interleave) for n in whole]
+        assert kept == tokens_on_rank(3, rank, 4, interleave)
 
 
 def _odd_sizes():

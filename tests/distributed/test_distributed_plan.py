@@ -23,7 +23,7 @@ def meta(n, heads=(32, 8, 8), width=128):
     return [torch.empty(1, h, n, width, device="meta", dtype=torch.bfloat16) for h in heads]
 
 
-def held(cu, ranks, scheme):
+def tokens_of_rank(cu, ranks, scheme):
     """Tokens of rank 0."""
     return len(rows_of(cu[-1], Ranks(None, 0, ranks), Ranks(None, 0, 1), scheme, cu))
 
@@ -56,7 +56,7 @@ def test_cells_are_those_of_one_device_and_what_is_sent_arrives(case, scheme, me
 @pytest.mark.parametrize("scheme", ["zigzag", "ring", "gather", "striped"])
 def test_packed_cells_are_those_of_one_device(scheme):
     cu = [0, 17, 17, 64]
-    x = torch.empty(held(cu, 4, scheme), 2, 8, device="meta")
+    x = torch.empty(tokens_of_rank(cu, 4, scheme), 2, 8, device="meta")
     found = plan(x, x, x, mesh=4, scheme=scheme, length=64, cu_seqlens_q=cu, causal=True)
     assert sum(r.cells for r in found.ranks) == 2 * (17 * 18 + 47 * 48) // 2
 
@@ -75,7 +75,7 @@ def test_packed_documents_of_any_length_are_balanced():
     for _ in range(3):
         lengths = [int(100 * 1000 ** random.random()) for _ in range(random.choice([4, 30, 60]))]
         cu = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        x = torch.empty(held(cu, 8, "zigzag"), 8, 64, device="meta")
+        x = torch.empty(tokens_of_rank(cu, 8, "zigzag"), 8, 64, device="meta")
         assert plan(x, x, x, mesh=8, length=cu[-1], cu_seqlens_q=cu, causal=True).balance < 1.05
 
 
@@ -145,17 +145,17 @@ def test_what_attention_refuses_and_machines_that_are_none():
 
 def test_large_rings_are_counted_or_refused(monkeypatch):
     """Some ranks of a large ring are looked at, each with all of its rounds; more rounds than that are refused."""
-    module, seen = sys.modules["tilewise.distributed.plan"], []
+    module, computed = sys.modules["tilewise.distributed.plan"], []
     find = module.round_of
-    monkeypatch.setattr(module, "round_of", lambda task, rank, t: seen.append((rank, t)) or find(task, rank, t))
+    monkeypatch.setattr(module, "round_of", lambda task, rank, t: computed.append((rank, t)) or find(task, rank, t))
     found = plan(*meta(2), mesh=512, scheme="ring", causal=True)
-    assert len(seen) == len(set(seen)) == module.LOOKED_AT * 512
+    assert len(computed) == len(set(computed)) == module.LOOKED_AT * 512
     assert [found.ranks[0].rank, found.ranks[-1].rank] == [0, 511]
-    seen.clear()
+    computed.clear()
     for mesh, scheme in ((10**6, "zigzag"), (10**9, "ulysses"), ((8, 10**9), "2d"), ((10**6, 8), "2d")):
         with pytest.raises(InvalidArgument, match="expected a number of ranks, 1 to 4096"):
             plan(*meta(64), mesh=mesh, scheme=scheme)
-    assert not seen
+    assert not computed
 
 
 def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
@@ -179,6 +179,6 @@ def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
         assert message in capsys.readouterr().err
     for option in ("--json", "--plot"):  # before anything is computed
         assert main(["scale", option, str(tmp_path / "none" / "a.svg")]) == 2
-        said = capsys.readouterr()
-        assert "expected a file in a folder that exists" in said.err
-        assert not said.out
+        output = capsys.readouterr()
+        assert "expected a file in a folder that exists" in output.err
+        assert not output.out

@@ -54,12 +54,12 @@ def _sharded(dim, case):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     distributed.register_sharding_rules()
-    mesh, made, inputs = mesh_of("4"), make_gradients(case), make(case)
+    mesh, backward_pass, inputs = mesh_of("4"), make_gradients(case), make(case)
     options = dict(inputs.options)
-    given = dict(zip("qkv", inputs.args, strict=True))
-    given |= {name: options.pop(name) for name in GRADS if name in options}
+    tensors = dict(zip("qkv", inputs.args, strict=True))
+    tensors |= {name: options.pop(name) for name in GRADS if name in options}
     at = Replicate() if dim is None else Shard(dim)
-    parts = {name: distribute_tensor(x, mesh, [at if name in "qkv" else Replicate()]) for name, x in given.items()}
+    parts = {name: distribute_tensor(x, mesh, [at if name in "qkv" else Replicate()]) for name, x in tensors.items()}
     parts = {name: x.requires_grad_() for name, x in parts.items()}
     others = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
     options |= {name: distribute_tensor(x, mesh, [Replicate()]) for name, x in others.items()}
@@ -67,15 +67,15 @@ def _sharded(dim, case):
     assert all(isinstance(x, DTensor) for x in state)
     check_call(inputs.checked(), *inputs.common_state([x.detach().full_tensor() for x in state]))
     flips = (lambda x: x.transpose(1, 2)) if case.layout == "blhd" else lambda x: x
-    dout, dlse = (flips(x) for x in (made.call.tensors.dout, made.call.tensors.dlse))
+    dout, dlse = (flips(x) for x in (backward_pass.call.tensors.dout, backward_pass.call.tensors.dlse))
     incoming = [distribute_tensor(y, mesh, x.placements) for x, y in zip(state, (dout, dlse), strict=True)]
-    names = [name for name in made.call.problem.grads if name in parts]
+    names = [name for name in backward_pass.call.problem.grads if name in parts]
     found = torch.autograd.grad(tuple(state), [parts[name] for name in names], incoming)
     got = {name: x.full_tensor() for name, x in zip(names, found, strict=True)}
     got |= {name: flips(got[name]) for name in "qkv"}
     if "mask" in got:
         got["mask"] = got["mask"].view((1,) * (4 - got["mask"].ndim) + got["mask"].shape)
-    judge_gradients(made, got)
+    judge_gradients(backward_pass, got)
     return str(state.out.placements[0])
 
 

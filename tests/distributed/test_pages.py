@@ -41,37 +41,37 @@ def same(a, sequence, b, other, heads=slice(None)):
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_a_sequence_in_pages_of_another_size(dtype, group, page):
     source, sequence = filled(4, dtype, group)
-    there = PagedKVCache(50, page, 4, 64, dtype, layers=2, value_dim=32, group=group)
+    target = PagedKVCache(50, page, 4, 64, dtype, layers=2, value_dim=32, group=group)
     about, tensors = source.export(sequence)
     json.dumps(about)
-    new = there.import_((about, tensors))
-    assert there.length(new) == 37
-    assert same(source, sequence, there, new)
+    new = target.import_((about, tensors))
+    assert target.length(new) == 37
+    assert same(source, sequence, target, new)
     q = torch.randn(1, 8, 1, 64)
     for layer in range(2):  # the same bits: the same rows in the same order
-        a, b = (c.attend([s], q, layer=layer, backend="torch") for c, s in ((source, sequence), (there, new)))
+        a, b = (c.attend([s], q, layer=layer, backend="torch") for c, s in ((source, sequence), (target, new)))
         assert torch.equal(a, b)
-    match, known = there.prefix_match(torch.arange(36))  # its tokens are known there too
+    match, known = target.prefix_match(torch.arange(36))  # its tokens are known there too
     assert known == 36 // page * page
-    there.free([match, new])
+    target.free([match, new])
 
 
 def test_sequences_without_token_ids_and_without_tokens():
-    source, there = (PagedKVCache(9, page, 2, 16, "f32") for page in (4, 3))
+    source, target = (PagedKVCache(9, page, 2, 16, "f32") for page in (4, 3))
     for count in (10, 0):
         sequence = source.create()
         source.append([sequence], *torch.randn(2, 1, 2, count, 16))
-        new = there.import_(source.export(sequence))
-        assert there.length(new) == count
-        assert torch.equal(there.keys(new), source.keys(sequence))
+        new = target.import_(source.export(sequence))
+        assert target.length(new) == count
+        assert torch.equal(target.keys(new), source.keys(sequence))
 
 
 def test_heads_and_layers_from_several_caches():
     whole, sequence = filled(4)
     parts = [whole.export(sequence, layers=(n, n + 1), heads=h) for n in range(2) for h in ((0, 1), (1, 4))]
     for first, count in ((0, 4), (1, 2), (3, 1)):
-        there = PagedKVCache(20, 8, count, 64, "f32", layers=2, value_dim=32)
-        assert same(whole, sequence, there, there.import_(*parts, first_head=first), slice(first, first + count))
+        target = PagedKVCache(20, 8, count, 64, "f32", layers=2, value_dim=32)
+        assert same(whole, sequence, target, target.import_(*parts, first_head=first), slice(first, first + count))
     shard = PagedKVCache(20, 8, 2, 64, "f32", layers=2, value_dim=32)
     own = shard.import_(*parts, first_head=2)
     again = PagedKVCache(20, 5, 4, 64, "f32", layers=2, value_dim=32)
@@ -82,20 +82,20 @@ def test_heads_and_layers_from_several_caches():
 def test_what_is_refused_changes_nothing():
     source, sequence = filled(4)
     about, tensors = source.export(sequence)
-    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    target = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
     altered = dict(tensors, k=tensors["k"].clone())
     altered["k"][0, 3, 1, 7] += 1
     with pytest.raises(InvalidArgument, match="k with another checksum"):
-        there.import_((about, altered))
+        target.import_((about, altered))
     with pytest.raises(InvalidArgument, match="nothing of layer 1, head 0"):
-        there.import_(source.export(sequence, layers=(0, 1)))
+        target.import_(source.export(sequence, layers=(0, 1)))
     with pytest.raises(InvalidArgument, match="dtype 'f32', expected 'f16'"):
         PagedKVCache(20, 4, 4, 64, "f16", layers=2, value_dim=32).import_((about, tensors))
     with pytest.raises(CacheFull):
         PagedKVCache(3, 4, 4, 64, "f32", layers=2, value_dim=32).import_((about, tensors))
     with pytest.raises(InvalidArgument, match="heads: got"):
         source.export(sequence, heads=(2, 9))
-    assert there.stats().used == 0
+    assert target.stats().used == 0
 
 
 @pytest.mark.parametrize(
@@ -109,31 +109,31 @@ def test_what_is_refused_changes_nothing():
 def test_a_damaged_manifest_is_refused(field, value):
     source, sequence = filled(4)
     about, tensors = source.export(sequence)
-    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    target = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
     with pytest.raises(InvalidArgument, match=r"parts\[0\]|sequence"):
-        there.import_((about | {field: value}, tensors))
+        target.import_((about | {field: value}, tensors))
     with pytest.raises(InvalidArgument, match=field):
-        there.import_(({name: x for name, x in about.items() if name != field}, tensors))
-    assert there.stats().used == 0
+        target.import_(({name: x for name, x in about.items() if name != field}, tensors))
+    assert target.stats().used == 0
 
 
 def test_truncated_and_missing_tensors_are_refused():
     source, sequence = filled(4)
     about, tensors = source.export(sequence)
-    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    target = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
     less = {name: x for name, x in tensors.items() if name != "v"}
     for wrong in (less, tensors | {"k": tensors["k"][:, :-1]}, tensors | {"v": tensors["v"].half()}, {}):
         with pytest.raises(InvalidArgument, match="as its manifest says"):
-            there.import_((about, wrong))
+            target.import_((about, wrong))
     for wrong in (tensors["k"].to_sparse(), tensors["k"].to("meta")):
         with pytest.raises(InvalidArgument, match="expected a dense tensor"):
-            there.import_((about, tensors | {"k": wrong}))
+            target.import_((about, tensors | {"k": wrong}))
     for part in (about, (about,), (about, None), (None, tensors)):
         with pytest.raises(InvalidArgument, match=r"parts\[0\]"):
-            there.import_(part)
+            target.import_(part)
     with pytest.raises(CacheFull, match="10000000000000000000000"):
-        there.import_((about | {"tokens": 10**22}, tensors))
-    assert there.stats().used == 0
+        target.import_((about | {"tokens": 10**22}, tensors))
+    assert target.stats().used == 0
 
 
 def _damaged_header(which):
@@ -142,19 +142,19 @@ def _damaged_header(which):
     if dist.get_rank() == 0:
         about, tensors = cache.export(sequence)
         shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
-        said = {"about": about, "tensors": shapes}
+        header = {"about": about, "tensors": shapes}
         if which == "tokens":
-            said["about"] = about | {"tokens": 10**15}
+            header["about"] = about | {"tokens": 10**15}
         elif which == "shapes":
-            said["tensors"] = shapes | {"k": [[10**12], "float32"]}
-        text = json.dumps(said).encode()[: 20 if which == "cut" else None]
+            header["tensors"] = shapes | {"k": [[10**12], "float32"]}
+        text = json.dumps(header).encode()[: 20 if which == "cut" else None]
         size = 2**62 if which == "size" else len(text)
         dist.send(torch.tensor([size]), 1)
         if which != "size":
             dist.send(torch.tensor(list(text), dtype=torch.uint8), 1)
-            taken = torch.ones(1, dtype=torch.int64)
-            dist.recv(taken, 1)
-            assert not taken  # the sender is told, and sends no more
+            accepted = torch.ones(1, dtype=torch.int64)
+            dist.recv(accepted, 1)
+            assert not accepted  # the sender is told, and sends no more
         return ""
     try:
         distributed.receive_sequence(cache, 0)
@@ -187,8 +187,8 @@ def _handed_over(dtype, group):
 
 def _read(about, tensors):
     """Of memory that two processes share."""
-    there = PagedKVCache(50, 16, 4, 64, "f32", layers=2, value_dim=32)
-    return there.keys(there.import_((about, tensors)), 1).sum().item()
+    target = PagedKVCache(50, 16, 4, 64, "f32", layers=2, value_dim=32)
+    return target.keys(target.import_((about, tensors)), 1).sum().item()
 
 
 def test_prefill_in_one_process_and_decode_in_another():
@@ -203,9 +203,9 @@ def test_prefill_in_one_process_and_decode_in_another():
 
 def _refused_then_taken():
     """A sequence that the receiver's cache cannot hold, and after it one that it can: nothing of the first is left."""
-    found = []
+    outcomes = []
     cache, sequence = filled(4)
-    for there in (
+    for target in (
         PagedKVCache(50, 16, 4, 64, "f16", layers=2, value_dim=32),
         PagedKVCache(1, 16, 4, 64, "f32", layers=2, value_dim=32),
         PagedKVCache(50, 16, 4, 64, "f32", layers=2, value_dim=32),
@@ -213,19 +213,19 @@ def _refused_then_taken():
         try:
             if dist.get_rank() == 0:
                 distributed.send_sequence(cache, sequence, 1)
-                found.append("fine")
+                outcomes.append("fine")
             else:
-                found.append(
-                    "fine" if same(cache, sequence, there, distributed.receive_sequence(there, 0)) else "wrong"
+                outcomes.append(
+                    "fine" if same(cache, sequence, target, distributed.receive_sequence(target, 0)) else "wrong"
                 )
         except (InvalidArgument, CacheFull) as error:
-            found.append(str(error).partition(" ")[0])
+            outcomes.append(str(error).partition(" ")[0])
     for peer in (2, -1, dist.get_rank(), True, "1"):
         with pytest.raises(InvalidArgument, match="another rank of 2"):
             distributed.send_sequence(cache, sequence, peer)
         with pytest.raises(InvalidArgument, match="another rank of 2"):
             distributed.receive_sequence(cache, peer)
-    return found
+    return outcomes
 
 
 def test_a_refused_sequence_leaves_nothing_under_way():

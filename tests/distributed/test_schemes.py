@@ -15,7 +15,7 @@ from tilewise.core.mask_rules import MaskRules
 from tilewise.distributed import function
 from tilewise.distributed.arguments import KNOWN
 from tilewise.distributed.layout import Piece, Ranks
-from tilewise.distributed.steps import Task
+from tilewise.distributed.schedule import Task
 from tilewise.testing.case import Case, make
 from tilewise.testing.cases import GRADIENTS
 

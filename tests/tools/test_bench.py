@@ -10,7 +10,7 @@ from tilewise.tools.bench import cpu_suite, machine, measure, run
 from tilewise.tools.bench.bars import Outcome, Row, outcomes, row_table
 from tilewise.tools.bench.cpu_suite import Case, row_of
 from tilewise.tools.bench.measure import Timing, blocks, interleaved, summary
-from tilewise.tools.bench.record import Cell, Record, Taken
+from tilewise.tools.bench.record import Cell, Record, TimedResult
 from tilewise.tools.bench.tables import tables
 from tilewise.tools.cli import main
 
@@ -142,7 +142,14 @@ def test_a_wrong_result_is_seen():
 
 def cell(row, ratio, name="a case", error=0.0):
     ours, peer = (Timing(seconds, seconds, 0.1, 3) for seconds in (1e-3, 1e-3 * ratio))
-    return Cell(row, name, "flops", (Taken("tilewise", ours, error), Taken("SDPA", peer)), allowed=1e-5, workspace=100)
+    return Cell(
+        row,
+        name,
+        "flops",
+        (TimedResult("tilewise", ours, error), TimedResult("SDPA", peer)),
+        allowed=1e-5,
+        workspace=100,
+    )
 
 
 @pytest.mark.parametrize(

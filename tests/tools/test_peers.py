@@ -11,7 +11,7 @@ from tilewise import attention, paged_attention, varlen_attention
 from tilewise.compat import flash_attn
 from tilewise.tools.bench import peers
 from tilewise.tools.bench.oracle import oracle_errors
-from tilewise.tools.bench.peers import Way
+from tilewise.tools.bench.peers import Candidate
 from tilewise.tools.workloads import Inputs, Workload, make_inputs
 
 CPU = torch.device("cpu")
@@ -38,63 +38,63 @@ CASES = {
 }
 
 
-def made(options, dtype=torch.float32):
+def case_and_inputs(options, dtype=torch.float32):
     case = Workload("", "", **(SIZES | options))
     return case, make_inputs(case, CPU, dtype)
 
 
 def results(name, options, dtype=torch.float32):
-    """Each way's error, or its refusal."""
-    case, x = made(options, dtype)
-    found = {}
-    for way in peers.find(case, x, [name]):
-        out, reason = peers.tried(way)
-        found[way.name] = reason if out is None else oracle_errors(x, [out])[0]
-    return found
+    """Each candidate's error, or its refusal."""
+    case, x = case_and_inputs(options, dtype)
+    outcomes = {}
+    for candidate in peers.find(case, x, [name]):
+        out, reason = peers.tried(candidate)
+        outcomes[candidate.name] = reason if out is None else oracle_errors(x, [out])[0]
+    return outcomes
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_sdpa_is_right_or_says_why_not(name):
-    found = results("sdpa", CASES[name])
+    outcomes = results("sdpa", CASES[name])
     wants = {
         "softcap": {"SDPA": "it has no softcap"}, "sinks": {"SDPA": "it has no sinks"},
     }  # fmt: skip
     if name in wants:
-        assert found == wants[name]
+        assert outcomes == wants[name]
     elif name == "value dim":
-        assert "same last dimension" in found.pop("SDPA flash"), "torch's own reason"
-        assert found.pop("SDPA math") < 1e-5
+        assert "same last dimension" in outcomes.pop("SDPA flash"), "torch's own reason"
+        assert outcomes.pop("SDPA math") < 1e-5
     else:
         names = {"packed": {"SDPA, one by one"}, "pages": {"SDPA, pages copied"}}
-        assert set(found) == names.get(name, {"SDPA flash", "SDPA math"})
-        assert max(found.values()) < 1e-5
+        assert set(outcomes) == names.get(name, {"SDPA flash", "SDPA math"})
+        assert max(outcomes.values()) < 1e-5
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 4 * 40 * 40 * 4 - 1)
+    monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", 4 * 40 * 40 * 4 - 1)
     assert "its scores would take" in results("sdpa", {})["SDPA math"]
-    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 100)
+    monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", 100)
     assert "its mask would take" in results("sdpa", CASES["window"])["SDPA"]
     # K, K times the scale and V, a copy for each query head: 2 x D + Dv columns
     latent = {"heads": 6, "kv_heads": 1, "q_len": 1, "value_dim": 24}
     copies = 6 * 40 * (2 * SIZES["head_dim"] + 24) * 4
-    for options, way in ((latent, "SDPA math"), (latent | CASES["pages"], "SDPA, pages copied")):
+    for options, candidate in ((latent, "SDPA math"), (latent | CASES["pages"], "SDPA, pages copied")):
         size = copies * (3 if "lengths" in options else 1)
-        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size)
-        assert results("sdpa", options)[way] < 1e-5
-        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size - 1)
-        assert "its copies of K and V for each query head would take" in results("sdpa", options)[way]
+        monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", size)
+        assert results("sdpa", options)[candidate] < 1e-5
+        monkeypatch.setitem(peers.candidate.MOST_BYTES, "cpu", size - 1)
+        assert "its copies of K and V for each query head would take" in results("sdpa", options)[candidate]
 
 
 def test_the_oracle_takes_few_heads_of_a_large_group(monkeypatch):
     """It has keys of its own for each head, in float64: 128 heads over 32k latent rows were 36 GB."""
-    _, x = made({"heads": 40, "kv_heads": 2, "sinks": True, "alibi": True})
-    seen = []
+    _, x = case_and_inputs({"heads": 40, "kv_heads": 2, "sinks": True, "alibi": True})
+    heads_of_calls = []
     attend = Inputs.attend
-    monkeypatch.setattr(Inputs, "attend", lambda x, **o: seen.append(x.q.shape[1]) or attend(x, **o))
+    monkeypatch.setattr(Inputs, "attend", lambda x, **o: heads_of_calls.append(x.q.shape[1]) or attend(x, **o))
     out = attend(x)
     assert oracle_errors(x, [out])[0] < 1e-5
-    assert set(seen) == {8}
+    assert set(heads_of_calls) == {8}
     for head in (0, 7, 19, 20, 39):  # the first and the last of each group
         wrong = out.clone()
         wrong[:, head] += 1
@@ -105,14 +105,14 @@ def test_a_way_that_fails_is_a_result_and_its_warnings_are_not_ours():
     def fails():
         raise RuntimeError("no kernel\nmore")
 
-    assert peers.tried(Way("x", fails)) == (None, "no kernel")
-    assert peers.tried(Way("x", refusal="why")) == (None, "why")
+    assert peers.tried(Candidate("x", fails)) == (None, "no kernel")
+    assert peers.tried(Candidate("x", refusal="why")) == (None, "why")
 
 
 def test_installed_says_what_is_here():
-    found = peers.installed()
-    assert found["sdpa"] is None
-    assert set(found) == set(peers.PEERS)
+    libraries = peers.installed()
+    assert libraries["sdpa"] is None
+    assert set(libraries) == set(peers.PEERS)
 
 
 @pytest.fixture
@@ -143,12 +143,12 @@ def test_flash_attn_is_right_or_says_why_not(name, module, stand_in):
         flash_attn_with_kvcache=flash_attn.flash_attn_with_kvcache if is_second else paged_by_other_name,
     )
     assert peers.installed()["flash-attn"] is None
-    (found,) = results("flash-attn", CASES[name], torch.float16).values()
+    (outcome,) = results("flash-attn", CASES[name], torch.float16).values()
     lacks = {"chunked": "chunks", "sinks": "sinks", "bool mask": "masks", "added mask": "masks"}
     if name in lacks or (name == "alibi" and not is_second):
-        assert found == f"it has no {lacks.get(name, 'ALiBi')}"
+        assert outcome == f"it has no {lacks.get(name, 'ALiBi')}"
     else:
-        assert found < 6e-3
+        assert outcome < 6e-3
     assert "float32" in next(iter(results("flash-attn", {}).values()))
 
 
@@ -174,11 +174,11 @@ ALWAYS = {  # what each library of a CPU can say
 def test_peers_of_a_cpu_are_right_or_say_why_not(peer, name):
     if why := peers.installed()[peer]:
         pytest.skip(why)
-    found = results(peer, {"head_dim": 32} | CASES[name])
-    for outcome in found.values():
+    outcomes = results(peer, {"head_dim": 32} | CASES[name])
+    for outcome in outcomes.values():
         assert outcome < 6e-3 if isinstance(outcome, float) else outcome.startswith(("it has no ", "its "))
     if name in ALWAYS[peer]:
-        assert float in map(type, found.values()), found
+        assert float in map(type, outcomes.values()), outcomes
 
 
 class Wrapper:
@@ -230,17 +230,17 @@ def test_flashinfer_is_right_or_says_why_not(name, stand_in):
         BatchDecodeWithPagedKVCacheWrapper=Decode,
         BatchPrefillWithRaggedKVCacheWrapper=Ragged,
     )
-    (found,) = results("flashinfer", CASES[name], torch.float16).values()
+    (outcome,) = results("flashinfer", CASES[name], torch.float16).values()
     lacks = {
         "chunked": "chunks", "sinks": "sinks", "bool mask": "masks", "added mask": "masks", "alibi": "ALiBi",
         "two-sided window": "windows to the right",
     }  # fmt: skip
     if name in lacks:
-        assert found == f"it has no {lacks[name]}"
+        assert outcome == f"it has no {lacks[name]}"
     elif name in ("lengths", "batch"):
-        assert found == "its batches are packed or paged"
+        assert outcome == "its batches are packed or paged"
     else:
-        assert found < 6e-3
+        assert outcome < 6e-3
 
 
 class Block:
@@ -277,15 +277,15 @@ def test_xformers_is_right_or_says_why_not(name, stand_in):
     )
     stand_in("xformers")
     stand_in("xformers.ops", memory_efficient_attention_forward=forward, fmha=SimpleNamespace(attn_bias=bias))
-    (found,) = results("xformers", CASES[name]).values()
+    (outcome,) = results("xformers", CASES[name]).values()
     lacks = {
         "softcap": "softcap", "chunked": "chunks", "sinks": "sinks", "alibi": "ALiBi", "pages": "page tables",
         "bool mask": "masks of this form", "added mask": "masks of this form", "lengths": "masks of this form",
     }  # fmt: skip
     if name in lacks:
-        assert found == f"it has no {lacks[name]}"
+        assert outcome == f"it has no {lacks[name]}"
     else:
-        assert found < 1e-5
+        assert outcome < 1e-5
 
 
 def test_flex_attention_is_asked_for_the_same_cells_and_scores(monkeypatch):
@@ -306,11 +306,11 @@ def test_flex_attention_is_asked_for_the_same_cells_and_scores(monkeypatch):
     monkeypatch.setattr(flex, "create_block_mask", lambda mod, *sizes, device: mod)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     for name, options in CASES.items():
-        (found,) = results("flex", options).values()
+        (outcome,) = results("flex", options).values()
         if name in ("packed", "pages"):
-            assert "it has no" in found
+            assert "it has no" in outcome
         else:
-            assert found < 1e-5, name
+            assert outcome < 1e-5, name
 
 
 def test_every_case_is_one_that_sdpa_could_get_wrong():
@@ -318,8 +318,8 @@ def test_every_case_is_one_that_sdpa_could_get_wrong():
     outputs = {}
     for name, options in CASES.items():
         if set(options) <= {"causal", "window", "softcap", "sinks", "mask", "chunk"}:
-            x = made(options)[1]
+            x = case_and_inputs(options)[1]
             outputs[name] = x.attend()
-    plain = scaled_dot_product_attention(*(getattr(made({})[1], n) for n in "qkv"), enable_gqa=True)
+    plain = scaled_dot_product_attention(*(getattr(case_and_inputs({})[1], n) for n in "qkv"), enable_gqa=True)
     assert torch.allclose(outputs.pop("plain"), plain, atol=1e-5)
     assert all(not torch.allclose(out, plain, atol=1e-3) for out in outputs.values())

@@ -14,7 +14,7 @@ from tilewise import InvalidArgument
 from tilewise.tools.bench import charts, page, plot, scaling, svg, tables
 from tilewise.tools.bench.compare import changes, compare
 from tilewise.tools.bench.measure import Timing
-from tilewise.tools.bench.record import Cell, Record, Taken
+from tilewise.tools.bench.record import Cell, Record, TimedResult
 from tilewise.tools.cli import main
 
 KEPT = Path(__file__).parents[2] / "benchmarks/records/cpu/xeon-avx512-2-core.json"
@@ -33,7 +33,7 @@ ABOUT = {
 
 
 def way(name, seconds, spread=0.01, error=1e-6, note=""):
-    return Taken(name, Timing(seconds, seconds, spread, 9), error, note)
+    return TimedResult(name, Timing(seconds, seconds, spread, 9), error, note)
 
 
 def cell(group="prefill: m", name="1k", ours=1.0, peers=(("SDPA flash", 2.0), ("SDPA math", 8.0)), **other):

@@ -22,7 +22,7 @@ ALL = {**suites.SUITES, "scale": suites.scale}
 def tiny(monkeypatch):
     """Commands over tiny cases, with no time spent on timing."""
     monkeypatch.setattr(run, "Scope", lambda on_gpu, quick: suites.Scope(on_gpu, quick, shrink=64))
-    monkeypatch.setattr(run, "WAY_BUDGET", {"cpu": (0.0, 0.0)})
+    monkeypatch.setattr(run, "BUDGETS", {"cpu": (0.0, 0.0)})
     monkeypatch.setattr(cpu_suite, "QUICK_BUDGET", 0.0)
     sizes = cpu_suite.Sizes(read=1 << 16, matrix=16)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (sizes, []))
@@ -75,7 +75,7 @@ def test_a_slow_peer_is_called_once_more_and_one_that_compiled_is_timed(tiny, mo
             calls[name] += 1
             return x.attend()
 
-        return grid.Way(name, call)
+        return grid.Candidate(name, call)
 
     task = next(iter(suites.varlen(TINY)))
     x = grid.make_inputs(task.case, CPU, torch.float32)

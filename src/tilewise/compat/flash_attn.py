@@ -1,6 +1,6 @@
 """The functions of the flash-attn package, served by tilewise: FlashAttention 2's signatures, on any device.
 
-Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword; `flash_options.Later` lists them.
+Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword: `_flash.options.Later`.
 `flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, and a row that
 sees no key gives 0. There are gradients, but no dropout. `install()` makes these functions importable as `flash_attn`.
 
@@ -20,10 +20,10 @@ from ..api import attention, paged_attention, varlen_attention
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import values
-from .flash_inputs import Rows, inputs, special
-from .flash_install import install, uninstall
-from .flash_kvcache import flash_attn_with_kvcache
-from .flash_options import Later, WindowSize, one_table, translate
+from ._flash.inputs import Rows, inputs, needs_inputs
+from ._flash.install import install, uninstall
+from ._flash.kvcache import flash_attn_with_kvcache
+from ._flash.options import Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +69,7 @@ def flash_attn_func(
     options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
     if not deterministic and torch.is_grad_enabled():
         options["deterministic"] = False
-    if special(q, k, later):
+    if needs_inputs(q, k, later):
         call = inputs(q, k, v, options, later, q.shape[0])
         result = call.result(
             attention(call.q, call.k, call.v, layout="blhd", return_lse=return_attn_probs, **call.options)
@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
         assert lengths is not None
         options["q_offset"] = _first_positions(seqused_q, lengths, cu_seqlens_q)
     call = None
-    if special(q, k, later):
+    if needs_inputs(q, k, later):
         call = inputs(q, k, v, options, later, len(cu_seqlens_q) - 1, cu_seqlens_q)
         q, k, v, options = call.q, call.k, call.v, call.options
     target = out if call is None else None

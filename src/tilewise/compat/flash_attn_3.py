@@ -18,9 +18,9 @@ import torch
 from ..errors import InvalidArgument
 from ..state import AttentionState, merge
 from . import flash_attn
+from ._flash.kvcache import flash_attn_with_kvcache as _with_kvcache
+from ._flash.options import WindowSize
 from .flash_attn import get_scheduler_metadata
-from .flash_kvcache import flash_attn_with_kvcache as _with_kvcache
-from .flash_options import WindowSize
 
 __all__ = [
     "flash_attn_combine",

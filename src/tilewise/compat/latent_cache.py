@@ -24,14 +24,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..errors import InvalidArgument
 from ..kv_cache import KVCache
-from .quantised_cache import Held, QuantisedLayer, check_capacity
+from .quantised_cache import CachedKV, QuantisedLayer, check_capacity
 
 # From this many queries on, expanding a key (2 * 512 * 256 FLOP for each head of DeepSeek V3) costs less than what the
 # absorbed form costs more for each query (2 * (576 + 512 - 192 - 128)).
 EXPANDED = 170
 
 
-class LatentHeld(Held):
+class CachedLatent(CachedKV):
     """The latent rows of a layer, returned to the model in place of keys and values; the last `new` are new."""
 
     def __init__(self, cache: KVCache, tokens: int, new: int, dtype: torch.dtype) -> None:
@@ -66,12 +66,12 @@ class LatentLayer(QuantisedLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """`key_states` are latent parts, `value_states` rope parts."""
         rows = torch.cat((key_states, value_states), -1)
-        held, _ = super().update(rows, key_states)
-        return (key_states, value_states) if held is rows else (held, held)
+        cached, _ = super().update(rows, key_states)
+        return (key_states, value_states) if cached is rows else (cached, cached)
 
-    def hold(self, new: int) -> Held:
+    def hold(self, new: int) -> CachedKV:
         assert self.cache is not None
-        return LatentHeld(self.cache, self.held, new, self.dtype)
+        return CachedLatent(self.cache, self.held, new, self.dtype)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         old = [] if self.indexer_keys is None else [self.indexer_keys]
@@ -138,21 +138,21 @@ def absorb(model_type: str) -> None:
     """Patches the attention of a transformers model to pass latent rows to tilewise. Other caches are not affected."""
     try:
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-        found = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
+        classes = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
     except ImportError:
-        found = []
-    if not found:
+        classes = []
+    if not classes:
         given, wanted = f"a model of type {model_type!r}", "one whose attention has expand_kv, as DeepSeek V3"
         raise InvalidArgument("config", given, wanted, "use a QuantisedCache or a DynamicCache")
     attention: Any
-    for attention in found:
-        attention.expand_kv = _or_held(attention.expand_kv)
+    for attention in classes:
+        attention.expand_kv = _or_cached(attention.expand_kv)
 
 
-def _or_held(expand: Any) -> Any:
+def _or_cached(expand: Any) -> Any:
     @wraps(expand)
     def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-        if not isinstance(kv_nope, LatentHeld):
+        if not isinstance(kv_nope, CachedLatent):
             return expand(self, kv_nope, k_rot)
         return expand(self, *kv_nope.parts()) if kv_nope.new >= EXPANDED else (kv_nope, k_rot)
 

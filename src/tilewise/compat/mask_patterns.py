@@ -97,16 +97,16 @@ def make_mask(
         # With packing the mask cannot be left out, but it can be a pattern.
         if allowed or rules.segments is not None:
             shape = (batch_size, 1, q_length, kv_length)
-            made = _pattern(shape, rules, q_offset, kv_offset, attention_mask)
-            if made is not NotImplemented:
-                return made
+            pattern = _pattern(shape, rules, q_offset, kv_offset, attention_mask)
+            if pattern is not NotImplemented:
+                return pattern
     return hf.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **rest,
     )  # fmt: skip
 
 
-def _held(function: Callable[..., Any]) -> dict[str, Any]:
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     """The closure variables of a function."""
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
@@ -130,20 +130,20 @@ def read(function: Callable[..., Any]) -> Rules | None:
     code = getattr(function, "__code__", None)
     try:
         if code is _BOTH:
-            whole: Rules | None = Rules()
-            for part in _held(function)["mask_functions"]:
-                whole = _and(whole, read(part))
-            return whole
+            combined: Rules | None = Rules()
+            for part in _closure(function)["mask_functions"]:
+                combined = _and(combined, read(part))
+            return combined
         if code is _WINDOW:
-            return Rules(left=_held(function)["sliding_window"] - 1)
+            return Rules(left=_closure(function)["sliding_window"] - 1)
         if code is _TWO_SIDED:
-            width = _held(function)["sliding_window"]
+            width = _closure(function)["sliding_window"]
             return Rules(left=width, right=width)
         if code is _CHUNK:
-            held = _held(function)
-            return Rules(chunk=held["chunk_size"], padding=held["left_padding"])
+            closure = _closure(function)
+            return Rules(chunk=closure["chunk_size"], padding=closure["left_padding"])
         if code is _PACKED:
-            return Rules(segments=_held(function)["packed_sequence_mask"])
+            return Rules(segments=_closure(function)["packed_sequence_mask"])
     except KeyError:  # another version, with other closures
         return None
     return None
@@ -171,7 +171,7 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 
 
 def _pattern(
-    shape: tuple[int, int, int, int], rules: Rules, q_offset: Length, kv_offset: int, seen: torch.Tensor | None
+    shape: tuple[int, int, int, int], rules: Rules, q_offset: Length, kv_offset: int, is_token: torch.Tensor | None
 ) -> Any:
     """A `Pattern`; None if it adds nothing to the module's causality; or NotImplemented."""
     _, _, rows, keys = shape
@@ -181,9 +181,9 @@ def _pattern(
     shift = int(q_offset) - kv_offset  # the first query's position, relative to the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
     padded = None
-    if seen is not None and shift == 0 and rows == keys and not is_traced():
+    if is_token is not None and shift == 0 and rows == keys and not is_traced():
         # With causal, padding after the tokens sees them, and `generate` continues from its output.
-        padded = _padded(seen) if not rules.causal or bool(seen[:, -1].all()) else None
+        padded = _padded(is_token) if not rules.causal or bool(is_token[:, -1].all()) else None
     only = False
     if rules.chunk is not None:
         # tilewise counts chunks from the first key (of a sequence), transformers from a position of its own.
@@ -207,9 +207,9 @@ def _pattern(
     if rules.chunk is not None:
         options["chunk"] = rules.chunk
     if rules.segments is not None:
-        packed = _packed(rules.segments) if seen is None and shift == 0 and rows == keys else None
+        packed = _packed(rules.segments) if is_token is None and shift == 0 and rows == keys else None
         return NotImplemented if packed is None else Pattern(shape, options, packed)
-    limits = _limits(seen, kv_offset, keys)
+    limits = _limits(is_token, kv_offset, keys)
     plain = not limits and len(options) == 2
     if plain and (not rules.causal or (shift == 0 and rows == keys) or (rows == 1 and shift == keys - 1)):
         return None
@@ -217,36 +217,36 @@ def _pattern(
     return Pattern(shape, {**options, **limits, "q_offset": shift}, packed)
 
 
-def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:
+def _limits(is_token: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:
     """Padding `[B, S]` (True is a token) as lengths of rows, or as a mask `[B, 1, 1, keys]`."""
-    if seen is None:
+    if is_token is None:
         return {}
-    seen = seen[:, kv_offset : kv_offset + keys]
-    if seen.shape[1] < keys:  # a static cache: slots not yet written
-        seen = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]))
+    is_token = is_token[:, kv_offset : kv_offset + keys]
+    if is_token.shape[1] < keys:  # a static cache: slots not yet written
+        is_token = torch.nn.functional.pad(is_token, (0, keys - is_token.shape[1]))
     if is_traced():
-        return {"mask": seen[:, None, None]}
-    lengths = seen.sum(1, dtype=torch.int32)
+        return {"mask": is_token[:, None, None]}
+    lengths = is_token.sum(1, dtype=torch.int32)
     if bool((lengths == keys).all()):
         return {}
-    if bool((seen == (torch.arange(keys, device=seen.device) < lengths[:, None])).all()):
+    if bool((is_token == (torch.arange(keys, device=is_token.device) < lengths[:, None])).all()):
         return {"kv_lengths": lengths}
-    return {"mask": seen[:, None, None]}
+    return {"mask": is_token[:, None, None]}
 
 
-def _padded(seen: torch.Tensor) -> tuple[Packed, torch.Tensor] | None:
+def _padded(is_token: torch.Tensor) -> tuple[Packed, torch.Tensor] | None:
     """Padded rows `[B, L]` as sequences: the run of tokens of each row, and the padding around it as sequences without
     keys; and where the runs start. None if there is no padding, or padding between tokens.
     """
-    batch, keys = seen.shape
-    at = torch.arange(keys, device=seen.device)
-    lengths = seen.sum(1)
-    starts = seen.int().argmax(1)
+    batch, keys = is_token.shape
+    at = torch.arange(keys, device=is_token.device)
+    lengths = is_token.sum(1)
+    starts = is_token.int().argmax(1)
     run = (at >= starts[:, None]) & (at < (starts + lengths)[:, None])
-    if bool((lengths == keys).all()) or not bool((run == seen).all()):
+    if bool((lengths == keys).all()) or not bool((run == is_token).all()):
         return None
     ends = torch.stack((starts, starts + lengths, torch.full_like(starts, keys)), 1)  # of padding, tokens, padding
-    offsets = (ends + keys * torch.arange(batch, device=seen.device)[:, None]).flatten()
+    offsets = (ends + keys * torch.arange(batch, device=is_token.device)[:, None]).flatten()
     used = torch.stack((torch.zeros_like(lengths), lengths, torch.zeros_like(lengths)), 1).flatten()
     packed = Packed(torch.nn.functional.pad(offsets, (1, 0)).int(), keys, used.int())
     return packed, starts

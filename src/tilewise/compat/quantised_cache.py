@@ -1,7 +1,7 @@
 """`QuantisedCache`: K and V of transformers' models in int8, int4 or fp8, for `generate(..., past_key_values=...)`.
 
-A layer is a `KVCache` that grows. Its `update` returns no tensors but a `Held`, which tilewise's attention reads in its
-storage format; nothing is dequantised into a copy. A prompt into an empty cache is attended in full precision.
+A layer is a `KVCache` that grows. Its `update` returns no tensors but a `CachedKV`, which tilewise's attention reads in
+its storage format; nothing is dequantised into a copy. A prompt into an empty cache is attended in full precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..kv_cache import KVCache
 from ..kv_cache.checks import MOST
 
 
-class Held:
+class CachedKV:
     """Keys and values of a layer in their storage format; only tilewise's attention can read them."""
 
     def __init__(self, cache: KVCache, tokens: int) -> None:
@@ -107,13 +107,13 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cumulative_length += new
         if prompt:
             return key_states, value_states
-        held = self.hold(new)
-        return held, held
+        cached = self.hold(new)
+        return cached, cached
 
-    def hold(self, new: int) -> Held:
-        """A `Held` of all tokens, the last `new` of which are new."""
+    def hold(self, new: int) -> CachedKV:
+        """A `CachedKV` of all tokens, the last `new` of which are new."""
         assert self.cache is not None
-        return Held(self.cache, self.held)
+        return CachedKV(self.cache, self.held)
 
     def _kept(self, tokens: int) -> int:
         """How many of `tokens` tokens the next query can see."""
@@ -136,10 +136,10 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.held == 0:
             return query_length, 0
         if self.cache is not None and self.held + query_length > self.cache.capacity:
-            held = self._kept(self.held)  # `update` will make room
+            kept = self._kept(self.held)  # `update` will make room
         else:
-            held = self.held
-        return held + query_length, self.cumulative_length - held
+            kept = self.held
+        return kept + query_length, self.cumulative_length - kept
 
     def get_seq_length(self) -> int:
         return self.cumulative_length

@@ -75,7 +75,7 @@ def apply_rotary_emb(
         positions = starts.reshape(-1, 1) + torch.arange(x.shape[1], device=x.device)  # [1 or B, L]
         positions = positions.expand(len(x), -1)
     else:
-        from .flash_inputs import Rows
+        from ._flash.inputs import Rows
 
         rows = Rows.of(cu_seqlens, len(x))
         positions = (starts.expand(len(cu_seqlens) - 1)[rows.sequence] + rows.place)[None]

@@ -27,9 +27,9 @@ if reason := too_old():
     raise MissingPackage(f"{reason}: {install_line('hf')}", name="transformers")
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from .latent_cache import LatentCache, LatentHeld, absorbed_queries  # noqa: E402
+from .latent_cache import CachedLatent, LatentCache, absorbed_queries  # noqa: E402
 from .mask_patterns import Pattern, make_mask  # noqa: E402
-from .quantised_cache import Held, QuantisedCache  # noqa: E402
+from .quantised_cache import CachedKV, QuantisedCache  # noqa: E402
 
 __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
 
@@ -37,6 +37,7 @@ __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "re
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
 # As a repository's owner and name. With "flash" and 2 in it, transformers' continuous batching accepts it.
 FLASH = "tilewise/flash-attn2"
+Packed = tuple[Any, Any, Any, Any, Any]  # offsets of q and k, the longest sequences of both, lengths of k in use
 
 
 def register(name: str = "tilewise") -> str:
@@ -70,7 +71,7 @@ def register_flash() -> str:
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | Held,
+    key: torch.Tensor | CachedKV,
     value: torch.Tensor,
     attention_mask: Pattern | torch.Tensor | None,
     dropout: float = 0.0,
@@ -113,27 +114,18 @@ def attention_forward(
     Returns:
         `[B, Lq, H, Dv]`, and None instead of attention weights.
     """
-    if dropout != 0.0:
-        raise InvalidArgument(
-            "dropout", dropout, "0.0", "tilewise has no dropout: set the config's attention_dropout to 0"
-        )
-    if output_attentions:
-        remedy = "attn_implementation='eager' has attention weights"
-        raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
-    if cache is not None:
-        remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
-        raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
+    _refuse(dropout, output_attentions, cache)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if block_indices is not None:
         indexer: Any = module.indexer
         indices = _keys_of_blocks(block_indices, indexer.block_size, key.shape[2])
     if indices is not None:
         options["key_indices"] = indices.to(torch.int32)
-    if isinstance(key, LatentHeld):
+    if isinstance(key, CachedLatent):
         query, values = absorbed_queries(module, *autocast(query, query))
         out = _over_cache(module, query, key, attention_mask, is_causal, position_bias, options)  # [B, L, H, rank]
         return (out.transpose(1, 2) @ values).transpose(1, 2), None
-    if isinstance(key, Held):
+    if isinstance(key, CachedKV):
         return _over_cache(module, query, key, attention_mask, is_causal, position_bias, options), None
     query, key, value = autocast(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
@@ -143,23 +135,14 @@ def attention_forward(
     packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
-        p = attention_mask.packed
-        if p is not None and p.only and indices is not None:
-            raise InvalidArgument("indices", "keys of their own for packed sequences", "sequences in rows of their own")
-        if (
-            p is not None
-            and indices is None
-            and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v))))
-        ):
-            packed = p.offsets, p.offsets, p.longest, p.longest, p.lengths
+        packed = _packed_by(attention_mask, q, k, v, indices, position_bias) or packed
     elif attention_mask is not None:
         options["mask"] = attention_mask[..., : k.shape[1]]
         packed = None  # the pattern has the sequences
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and q.shape[1] > 1:  # top-left alignment: keys past it are empty slots of a static cache
-            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-            options |= {"causal": True, "q_offset": 0}
+    elif _is_causal(module, is_causal) and q.shape[1] > 1:
+        # Top-left alignment: keys past it are empty slots of a static cache.
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        options |= {"causal": True, "q_offset": 0}
     if packed is not None:
         return _in_sequences(q, k, v, packed, position_bias, options), None
     if position_bias is not None:
@@ -167,10 +150,27 @@ def attention_forward(
     return attention(q, k, v, layout="blhd", **options), None
 
 
+def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
+    """Refuses arguments of transformers that have no counterpart here."""
+    if dropout != 0.0:
+        remedy = "tilewise has no dropout: set the config's attention_dropout to 0"
+        raise InvalidArgument("dropout", dropout, "0.0", remedy)
+    if output_attentions:
+        remedy = "attn_implementation='eager' has attention weights"
+        raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
+    if cache is not None:
+        remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
+        raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> Any:
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
 def _over_cache(
     module: torch.nn.Module,
     query: torch.Tensor,
-    held: Held,
+    cached: CachedKV,
     attention_mask: Pattern | torch.Tensor | None,
     is_causal: bool | None,
     position_bias: torch.Tensor | None,
@@ -181,30 +181,49 @@ def _over_cache(
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
         if (lengths := options.pop("kv_lengths", None)) is not None:
-            seen = torch.arange(held.tokens, device=query.device) < lengths[:, None]
-            options["mask"] = seen[:, None, None]  # [B, 1, 1, Lk]
+            visible = torch.arange(cached.tokens, device=query.device) < lengths[:, None]
+            options["mask"] = visible[:, None, None]  # [B, 1, 1, Lk]
     elif attention_mask is not None:
-        options |= {"mask": attention_mask[..., : held.tokens], "causal": False}
+        options |= {"mask": attention_mask[..., : cached.tokens], "causal": False}
     else:
-        options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options["causal"] = _is_causal(module, is_causal)
     if position_bias is not None:
-        options["mask"] = _with_bias(position_bias[..., : held.tokens], options.get("mask"))
+        options["mask"] = _with_bias(position_bias[..., : cached.tokens], options.get("mask"))
     if query.shape[2] == 1:
-        return held.cache.attend(query, **options).transpose(1, 2)
-    return held.cache.attend(query.transpose(1, 2), layout="blhd", **options)
+        return cached.cache.attend(query, **options).transpose(1, 2)
+    return cached.cache.attend(query.transpose(1, 2), layout="blhd", **options)
 
 
 def _keys_of_blocks(blocks: torch.Tensor, size: int, keys: int) -> torch.Tensor:
     """Block indices `[..., n]` as key indices `[..., n * size]`; -1 where there is none."""
-    found = blocks[..., None] * size + torch.arange(size, device=blocks.device)
-    return found.masked_fill((blocks < 0)[..., None] | (found >= keys), -1).flatten(-2)
+    indices = blocks[..., None] * size + torch.arange(size, device=blocks.device)
+    return indices.masked_fill((blocks < 0)[..., None] | (indices >= keys), -1).flatten(-2)
+
+
+def _packed_by(
+    pattern: Pattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> Packed | None:
+    """The packed sequences of a pattern, if no other options express its mask or packing copies nothing; else None."""
+    p = pattern.packed
+    if p is None:
+        return None
+    if p.only and indices is not None:
+        raise InvalidArgument("indices", "keys of their own for packed sequences", "sequences in rows of their own")
+    if indices is None and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v)))):
+        return p.offsets, p.offsets, p.longest, p.longest, p.lengths
+    return None
 
 
 def _in_sequences(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    packed: tuple[Any, Any, Any, Any, Any],
+    packed: Packed,
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:

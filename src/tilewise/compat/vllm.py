@@ -131,7 +131,7 @@ class TilewiseMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [B, blocks]
     causal: bool
     ranks: Ranks  # over which the tokens of requests are sharded
-    held: torch.Tensor  # int32 [B]: keys that this rank has
+    local_lens: torch.Tensor  # int32 [B]: keys that this rank has
     new: NewTokens
     steps: dict[Any, Step] = field(default_factory=dict)  # bound calls of earlier layers, for layers like them
 
@@ -315,5 +315,5 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         options["q_offset"] = m.seq_lens - m.query_start_loc.diff()
         options |= {"k_start": m.ranks.rank, "k_stride": m.ranks.size}
         k, v = self.pages(kv_cache)
-        state = paged_attention(q, k, v, m.block_table, m.held, return_lse=True, **options)
+        state = paged_attention(q, k, v, m.block_table, m.local_lens, return_lse=True, **options)
         return combine(state, m.ranks, self.num_heads, sinks=self.options["sinks"]).out

@@ -24,8 +24,8 @@ from .layout import (
     total,
     values_of,
 )
-from .rows import Call
-from .steps import Task
+from .pair_call import Call
+from .schedule import Task
 
 PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to all parts unchanged
 RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), "kv_lengths")
@@ -65,6 +65,46 @@ def prepare(
 ) -> tuple[Call, dict[str, Any], list[Place]]:
     """The checked call, its tensors beside q, k and v, and each batch row's `Place`."""
     cu_seqlens = values_of("cu_seqlens_q", cu_seqlens[0]), values_of("cu_seqlens_k", cu_seqlens[1])
+    options = _supported(options)
+    o = Options(**options)
+    packed = cu_seqlens[0] is not None
+    head, seq = _dims(q, k, v, packed, o.layout)
+    _check_heads(q, k, v, head, inner, o)
+    lengths = lengths_of(length, cu_seqlens)
+    if isinstance(lengths[0], tuple):
+        raise InvalidArgument("length", repr(lengths[0]), "the tokens of all ranks, or (those of q, those of k)")
+    Lq, Lk = (global_length(x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True))
+    cu_q, cu_k = _offsets(cu_seqlens, Lq, Lk)
+    order = ORDERS[scheme]
+    q_pieces, k_pieces = (
+        tuple(pieces(n, ring.size, rank, order, cu) for rank in range(ring.size)) for n, cu in ((Lq, cu_q), (Lk, cu_k))
+    )
+    for name, x, of_ranks, n in (("q", q, q_pieces, Lq), ("k", k, k_pieces, Lk)):
+        sizes = inner_sizes(total(of_ranks[ring.rank]), inner.size)
+        check_count(name, x.shape[seq], sizes[inner.rank], n)
+    if v.shape[seq] != k.shape[seq]:
+        raise InvalidArgument("v", f"{v.shape[seq]} tokens", f"{k.shape[seq]}, as k")
+
+    rows = len(cu_q) - 1 if packed else q.shape[0]
+    offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
+    doc_places = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
+    rules = as_rules(o)
+    biases = _checked_biases(o, q, packed, head, seq, Lk)
+    indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
+    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
+    fusible = order != "striped" and plain and all(len(of_document) == 1 for of_document in doc_places)
+    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), doc_places, fusible, scheme == "gather")
+    passed = {name: options[name] for name in PASSED_ON if name in options}
+    if not packed:
+        passed["layout"] = o.layout
+    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
+    mask = _as_mask(o.mask, q, packed, head, seq, Lk)
+    extras = {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases, "key_indices": indices}
+    return call, extras, places
+
+
+def _supported(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a call over several ranks takes; refuses all others that are set."""
     for name, remedy in INSTEAD.items():
         if options.get(name) is not None:
             raise InvalidArgument(name, "one over several ranks", "none", remedy)
@@ -72,19 +112,25 @@ def prepare(
         from .attention import attention  # it imports this module
 
         keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
-    options = {name: x for name, x in options.items() if name not in INSTEAD}
+    return {name: x for name, x in options.items() if name not in INSTEAD}
+
+
+def _dims(q: Any, k: Any, v: Any, packed: bool, layout: Any) -> tuple[int, int]:
+    """The dims of heads and of tokens, in tensors whose number of dims is checked."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
-    o = Options(**options)
-    packed = cu_seqlens[0] is not None
     want = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != want:
             raise InvalidArgument(name, f"{x.ndim} dims", f"{want}", "packed sequences have 3, with cu_seqlens_q")
-    if o.layout not in ("bhld", "blhd"):
-        raise InvalidArgument("layout", repr(o.layout), "'bhld' or 'blhd'")
-    head, seq = (1, 0) if packed else (1, 2) if o.layout == "bhld" else (2, 1)
+    if layout not in ("bhld", "blhd"):
+        raise InvalidArgument("layout", repr(layout), "'bhld' or 'blhd'")
+    return (1, 0) if packed else (1, 2) if layout == "bhld" else (2, 1)
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head: int, inner: Ranks, o: Options) -> None:
+    """Numbers of heads: of q, k and v, and of options that have one value for each."""
     H, Hkv = q.shape[head], k.shape[head]
     if H % inner.size:
         expected = f"a multiple of {inner.size}, the ranks of Ulysses"
@@ -95,52 +141,33 @@ def prepare(
         x = getattr(o, name)
         if x is not None and (not isinstance(x, torch.Tensor) or x.ndim not in ndims or x.shape[-1] != H):
             raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), f"a tensor of {H} heads in its last dim")
-    lengths = lengths_of(length, cu_seqlens)
-    if isinstance(lengths[0], tuple):
-        raise InvalidArgument("length", repr(lengths[0]), "the tokens of all ranks, or (those of q, those of k)")
 
-    Lq, Lk = (global_length(x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True))
+
+def _offsets(cu_seqlens: tuple[Any, Any], Lq: int, Lk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets of packed sequences in q and k, those of q for both if k has none; empty without packed sequences."""
     cu_q = as_offsets(cu_seqlens[0], Lq, "cu_seqlens_q")
-    cu_k = cu_q if packed and cu_seqlens[1] is None else as_offsets(cu_seqlens[1], Lk, "cu_seqlens_k")
+    same = cu_seqlens[0] is not None and cu_seqlens[1] is None
+    cu_k = cu_q if same else as_offsets(cu_seqlens[1], Lk, "cu_seqlens_k")
     if len(cu_q) != len(cu_k):
         raise InvalidArgument("cu_seqlens_k", f"{len(cu_k)} offsets", f"{len(cu_q)}, as cu_seqlens_q")
-    order = ORDERS[scheme]
-    q_pieces, k_pieces = (
-        tuple(pieces(n, ring.size, rank, order, cu) for rank in range(ring.size)) for n, cu in ((Lq, cu_q), (Lk, cu_k))
-    )
-    for name, x, held, n in (("q", q, q_pieces, Lq), ("k", k, k_pieces, Lk)):
-        sizes = inner_sizes(total(held[ring.rank]), inner.size)
-        check_count(name, x.shape[seq], sizes[inner.rank], n)
-    if v.shape[seq] != k.shape[seq]:
-        raise InvalidArgument("v", f"{v.shape[seq]} tokens", f"{k.shape[seq]}, as k")
+    return cu_q, cu_k
 
-    rows = len(cu_q) - 1 if packed else q.shape[0]
-    offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
-    seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
-    rules = as_rules(o)
+
+def _checked_biases(o: Options, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> dict[str, Any]:
+    """`q_bias` and `k_bias`, checked against this rank's rows and all keys."""
     biases = {"q_bias": o.q_bias, "k_bias": o.k_bias}
     for (name, x), n in zip(biases.items(), (q.shape[seq], Lk), strict=True):
         if x is not None and (packed or not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[-1] != n):
             shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; not packed"
             raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), shape)
-    indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
-    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
-    fusible = order != "striped" and plain and all(len(each) == 1 for each in seen)
-    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
-    passed = {name: options[name] for name in PASSED_ON if name in options}
-    if not packed:
-        passed["layout"] = o.layout
-    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
-    mask = _as_mask(o.mask, q, packed, head, seq, Lk)
-    extras = {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases, "key_indices": indices}
-    return call, extras, places
+    return biases
 
 
 def _places(
     o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
 ) -> tuple[torch.Tensor | int, torch.Tensor | None, list[Place]]:
     """Positions of first queries and keys in use: as arguments of the parts, and as numbers for the plan."""
-    given = []
+    values = []
     for name in ("q_offset", "kv_lengths"):
         x = getattr(o, name)
         if x is not None and not is_int(x):
@@ -148,15 +175,15 @@ def _places(
                 raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]" + " or an int" * (name == "q_offset"))
         elif x is not None and name == "kv_lengths":
             raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]")
-        given.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
+        values.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
     packed = bool(cu_q)
-    whole = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
+    keys = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
     queries = [b - a for a, b in itertools.pairwise(cu_q)] if packed else [Lq] * rows
-    used = [n if u is None else u for u, n in zip(given[1], whole, strict=True)]
-    for b, (u, n) in enumerate(zip(used, whole, strict=True)):
+    used = [n if u is None else u for u, n in zip(values[1], keys, strict=True)]
+    for b, (u, n) in enumerate(zip(used, keys, strict=True)):
         if not 0 <= u <= n:
             raise InvalidArgument(f"kv_lengths[{b}]", u, f"0 to {n}, the keys of all ranks")
-    starts = [u - n if at is None else int(at) for at, u, n in zip(given[0], used, queries, strict=True)]
+    starts = [u - n if at is None else int(at) for at, u, n in zip(values[0], used, queries, strict=True)]
     places = list(zip(starts, used, strict=True))
     if packed:
         return 0, None, places
@@ -172,11 +199,12 @@ def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq:
     if indices is None:
         return None
     shapes = ([q.shape[0], q.shape[seq]], [q.shape[0], kv_heads, q.shape[seq]])
-    given = list(getattr(indices, "shape", ()))[:-1]
-    if packed or not isinstance(indices, torch.Tensor) or given not in shapes or indices.dtype.is_floating_point:
-        want = f"ints [{q.shape[0]}, {q.shape[seq]}, n] or [{q.shape[0]}, {kv_heads}, {q.shape[seq]}, n]; not packed"
+    shape = list(getattr(indices, "shape", ()))[:-1]
+    if packed or not isinstance(indices, torch.Tensor) or shape not in shapes or indices.dtype.is_floating_point:
+        B, Lq = q.shape[0], q.shape[seq]
+        expected = f"ints [{B}, {Lq}, n] or [{B}, {kv_heads}, {Lq}, n]; not packed"
         remedy = "this rank's rows (tilewise.distributed.shard(key_indices, mesh, -2)), positions of all ranks' keys"
-        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), want, remedy)
+        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), expected, remedy)
     if indices.device.type == "cpu" and indices.numel():
         least, most = (int(x) for x in indices.aminmax())
         if least < -1 or most >= Lk:

@@ -16,7 +16,7 @@ from .exchange import Heads, ToHeads, ToTokens, connect
 from .faults import agree, is_known
 from .function import EXTRAS, Attention, forward
 from .layout import Ranks, inner_sizes, ranks_of, total, values_of
-from .rows import Call
+from .pair_call import Call
 
 
 def attention(
@@ -85,9 +85,9 @@ def attention(
         sizes = _sizes((q, k, v), seq, length)
         kind = (scheme, length, *sizes.items(), *sorted(options), torch.is_grad_enabled(), cu_seqlens_q is None)
         new = [ranks for ranks in (inner, ring) if options.get("validate") or not is_known(ranks, kind)]
-        said = _said(sizes, scheme, length, cu_seqlens, options) if new else {}
+        arguments = _common_arguments(sizes, scheme, length, cu_seqlens, options) if new else {}
         for ranks in new:
-            agree(ranks, said, q.device, kind)
+            agree(ranks, arguments, q.device, kind)
     call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, cu_seqlens, options)
     connect(ring, q.device)
     if inner.size == 1:
@@ -105,25 +105,25 @@ eager_function(
 def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
     """The sizes of q, k and v that must be equal on all ranks: not the number of tokens, if `length` gives it."""
     of_q, of_k = length
-    found = {}
-    for name, x, whole in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
-        tokens = x.shape[seq] if whole is None else None
-        found[name] = (*x.shape[:seq], tokens, *x.shape[seq + 1 :], x.dtype, x.requires_grad)
-    return found
+    sizes = {}
+    for name, x, tokens_of_all in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
+        tokens = x.shape[seq] if tokens_of_all is None else None
+        sizes[name] = (*x.shape[:seq], tokens, *x.shape[seq + 1 :], x.dtype, x.requires_grad)
+    return sizes
 
 
-def _said(
+def _common_arguments(
     sizes: dict[str, Any], scheme: str, length: Any, cu_seqlens: tuple[Any, Any], options: dict[str, Any]
 ) -> dict[str, object]:
     """What must be equal on all ranks, by argument name."""
     offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
-    said: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
+    arguments: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
     for name in KNOWN:
         x: Any = options.get(name)
         own = name in EXTRAS and isinstance(x, torch.Tensor)  # a rank's rows, or a weight
-        said[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
-    said["gradients"] = torch.is_grad_enabled()
-    return said
+        arguments[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
+    arguments["gradients"] = torch.is_grad_enabled()
+    return arguments
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
@@ -138,40 +138,40 @@ def _over_heads(
 ) -> AttentionState:
     """Exchanges tokens for heads among the inner ranks, runs the ring, and exchanges back."""
     H, Hkv, n = q.shape[call.head], k.shape[call.head], inner.size
-    each = H // n
-    mine = range(inner.rank * each, (inner.rank + 1) * each)
-    parts = [range(u * each, (u + 1) * each) for u in range(n)]
+    share = H // n
+    own_heads = range(inner.rank * share, (inner.rank + 1) * share)
+    parts = [range(u * share, (u + 1) * share) for u in range(n)]
     q_sizes, k_sizes = (
-        inner_sizes(total(held[call.ranks.rank]), n) for held in (call.task.q_pieces, call.task.k_pieces)
+        inner_sizes(total(rank_pieces[call.ranks.rank]), n) for rank_pieces in (call.task.q_pieces, call.task.k_pieces)
     )
     own = Heads(inner, parts, q_sizes, call.head, call.seq)
     theirs = Heads(inner, [kv_heads(part, H // Hkv) for part in parts], k_sizes, call.head, call.seq)
     q = ToHeads.apply(q, own)
     k, v = (ToHeads.apply(x, theirs) for x in (k, v))
     mask, sinks, slopes, q_bias, k_bias, indices = (extras[name] for name in EXTRAS)
-    some = {
-        "sinks": None if sinks is None else sinks[mine.start : mine.stop],
-        "alibi_slopes": None if slopes is None else slopes[..., mine.start : mine.stop],
+    head_extras = {
+        "sinks": None if sinks is None else sinks[own_heads.start : own_heads.stop],
+        "alibi_slopes": None if slopes is None else slopes[..., own_heads.start : own_heads.stop],
         "mask": mask,
         "q_bias": q_bias,
         "key_indices": None,
-        "k_bias": k_bias if k_bias is None or k_bias.shape[1] == 1 else k_bias[:, mine.start : mine.stop],
+        "k_bias": k_bias if k_bias is None or k_bias.shape[1] == 1 else k_bias[:, own_heads.start : own_heads.stop],
     }
     if indices is not None:  # all rows, for this rank's KV heads
-        has = theirs.heads if indices.ndim == 4 else [range(1)] * n
-        whole = ToHeads.apply(indices if indices.ndim == 4 else indices[:, None], Heads(inner, has, q_sizes, 1, 2))
-        some["key_indices"] = whole if indices.ndim == 4 else whole[:, 0]
+        heads_of = theirs.heads if indices.ndim == 4 else [range(1)] * n
+        whole = ToHeads.apply(indices if indices.ndim == 4 else indices[:, None], Heads(inner, heads_of, q_sizes, 1, 2))
+        head_extras["key_indices"] = whole if indices.ndim == 4 else whole[:, 0]
     if q_bias is not None:
-        has = parts if q_bias.shape[1] > 1 else [range(1)] * n
-        some["q_bias"] = ToHeads.apply(q_bias, Heads(inner, has, q_sizes, 1, 2))
+        heads_of = parts if q_bias.shape[1] > 1 else [range(1)] * n
+        head_extras["q_bias"] = ToHeads.apply(q_bias, Heads(inner, heads_of, q_sizes, 1, 2))
     # A mask with one row may be broadcast, or its rank may hold one token. If any rank holds one, rows are sharded.
     if mask is not None and (call.packed or (mask.shape[-2] == 1 and 1 not in q_sizes)):
-        some["mask"] = mask[:, mine.start : mine.stop] if mask.shape[1] > 1 else mask
+        head_extras["mask"] = mask[:, own_heads.start : own_heads.stop] if mask.shape[1] > 1 else mask
     elif mask is not None:
-        has = parts if mask.shape[1] > 1 else [range(1)] * n
+        heads_of = parts if mask.shape[1] > 1 else [range(1)] * n
         mask = mask.expand(-1, -1, q_sizes[inner.rank], -1)
-        some["mask"] = ToHeads.apply(mask, Heads(inner, has, q_sizes, 1, 2))
-    out, lse = _over_ring(call, q, k, v, some)
+        head_extras["mask"] = ToHeads.apply(mask, Heads(inner, heads_of, q_sizes, 1, 2))
+    out, lse = _over_ring(call, q, k, v, head_extras)
     out = ToTokens.apply(out, own)
     return AttentionState(out, ToTokens.apply(lse[..., None], own)[..., 0] if return_lse else lse)
 
@@ -182,8 +182,8 @@ def kv_heads(part: Sequence[int], group: int) -> list[int]:
     >>> kv_heads(range(4, 8), 2), kv_heads(range(0, 2), 8), kv_heads(range(2, 5), 3)
     ([2, 3], [0], [0, 1, 1])
     """
-    each = [h // group for h in part]
-    heads = sorted(set(each))
+    kv_of_query = [h // group for h in part]
+    heads = sorted(set(kv_of_query))
     even = len(part) % len(heads) == 0
     size = len(part) // len(heads)
-    return heads if even and each == [h for h in heads for _ in range(size)] else each
+    return heads if even and kv_of_query == [h for h in heads for _ in range(size)] else kv_of_query

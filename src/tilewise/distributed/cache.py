@@ -23,7 +23,7 @@ from ..kv_cache.checks import sequence_ids
 from ..state import AttentionState, merge
 from ..validation import keywords
 from .exchange import all_to_all
-from .faults import agree, is_known, told
+from .faults import agree, is_known, report_lost_ranks
 from .layout import Ranks, ranks_of
 
 # Options of `paged_attention` that do not work here: keys are this rank's alone, heads are those of all ranks.
@@ -31,10 +31,10 @@ RULES = tuple(name for name in NO_RULES.options() if name != "causal")
 TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
 
 
-def held(length: int, rank: int, ranks: int, interleave: int) -> int:
+def tokens_on_rank(length: int, rank: int, ranks: int, interleave: int) -> int:
     """How many of a sequence's first `length` tokens a rank holds.
 
-    >>> [held(10, rank, 3, 2) for rank in range(3)]
+    >>> [tokens_on_rank(10, rank, 3, 2) for rank in range(3)]
     [4, 4, 2]
     """
     rounds, rest = divmod(length, interleave * ranks)
@@ -105,7 +105,7 @@ class ShardedKVCache:
         """Shortens a sequence to `length` tokens, counted over all ranks."""
         if not is_int(length) or not 0 <= length <= self.length(sequence):
             raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
-        self.cache.truncate(sequence, self._held(length))
+        self.cache.truncate(sequence, self._own_tokens(length))
         self._length[sequence] = length
 
     def length(self, sequence: int) -> int:
@@ -115,8 +115,8 @@ class ShardedKVCache:
             raise InvalidArgument("sequence", repr(sequence), "the id of a sequence that is not freed")
         return self._length[number]
 
-    def _held(self, length: int) -> int:
-        return held(length, self.ranks.rank, self.ranks.size, self.interleave)
+    def _own_tokens(self, length: int) -> int:
+        return tokens_on_rank(length, self.ranks.rank, self.ranks.size, self.interleave)
 
     def append(self, sequences: int | Sequence[int], k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Appends tokens `[B, Hkv, L, D]`, of which each rank stores its own, in a cache with one layer.
@@ -136,7 +136,7 @@ class ShardedKVCache:
             raise InvalidArgument("count", repr(count), "a number of new tokens of each sequence, 0 or more")
         ids = sequence_ids(sequences)
         before = [self.length(sequence) for sequence in ids]
-        new = [self._held(n + count) - self._held(n) for n in before]
+        new = [self._own_tokens(n + count) - self._own_tokens(n) for n in before]
         batch = self.cache.extend(ids, new)
         self._length |= {sequence: n + count for sequence, n in zip(ids, before, strict=True)}
         return ShardedBatch(self, ids, batch, before, count)
@@ -231,12 +231,12 @@ class ShardedBatch:
         kind = ("cache", *q.shape, q.dtype, repr(causal), gather, *sorted(options))
         if validate is False or not (validate or not is_known(ranks, kind)):
             return
-        said: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
+        arguments: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
         for name in TAKEN:
             x = options.get(name)
-            said[name] = x.tolist() if isinstance(x, torch.Tensor) else x
-        said |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
-        agree(ranks, said, q.device, kind)
+            arguments[name] = x.tolist() if isinstance(x, torch.Tensor) else x
+        arguments |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
+        agree(ranks, arguments, q.device, kind)
 
     def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
         """Options for the positions of queries and this rank's keys: strides, or with `interleave` > 1 a mask."""
@@ -246,13 +246,13 @@ class ShardedBatch:
             return {"causal": causal, "q_offset": first, "k_start": ranks.rank, "k_stride": ranks.size}
         if options.get("alibi_slopes") is not None:
             raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
-        most = max((c._held(n + self.count) for n in self.before), default=0)
+        most = max((c._own_tokens(n + self.count) for n in self.before), default=0)
         j = torch.arange(max(most, 1), device=q.device)  # a rank without keys needs a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
-        given = {name: options.pop(name) for name in RULES if name in options}
-        seen = near(as_rules(Options(**given | {"causal": causal})), queries, keys)
-        return {"causal": False, "mask": seen[:, None]}
+        rules = {name: options.pop(name) for name in RULES if name in options}
+        visible = near(as_rules(Options(**rules | {"causal": causal})), queries, keys)
+        return {"causal": False, "mask": visible[:, None]}
 
 
 def _check_rows(name: str, x: Any) -> None:
@@ -263,7 +263,7 @@ def _check_rows(name: str, x: Any) -> None:
 def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
     """All-gathers tensors of one shape along a dim."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
-    with told(ranks):
+    with report_lost_ranks(ranks):
         dist.all_gather(parts, x.contiguous(), group=ranks.group)
     return torch.cat(parts, dim)
 
@@ -288,9 +288,10 @@ def combine(
     at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
     slack = out.new_zeros(-end % 4, dtype=torch.uint8)
     parts = [torch.cat([_bytes(b), _bytes(a), slack]) for a, b in zip(cuts, lses, strict=True)]
-    came = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
+    received = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
     states = [
-        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1])) for x in came
+        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1]))
+        for x in received
     ]
     if sinks is not None:
         by_head = sinks.float().view([-1 if i == dim else 1 for i in range(len(shape) - 1)])

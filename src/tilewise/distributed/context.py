@@ -43,18 +43,18 @@ def context_parallel(
         no_restore_buffers: those buffers that need not be restored.
         scheme: as in `attention`.
     """
-    held = list(buffers or ())
+    tensors = list(buffers or ())
     dims = list(buffer_seq_dims or ())
-    if len(held) != len(dims):
-        raise InvalidArgument("buffer_seq_dims", f"{len(dims)} dims", f"{len(held)}, one for each of buffers")
-    for i, (x, dim) in enumerate(zip(held, dims, strict=True)):
+    if len(tensors) != len(dims):
+        raise InvalidArgument("buffer_seq_dims", f"{len(dims)} dims", f"{len(tensors)}, one for each of buffers")
+    for i, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
         check_dim(f"buffers[{i}]", x, f"buffer_seq_dims[{i}]", dim)
-    if len({id(x) for x in held}) < len(held):
+    if len({id(x) for x in tensors}) < len(tensors):
         raise InvalidArgument("buffers", "a tensor twice", "each once")
-    gone = {id(x) for x in no_restore_buffers or ()}
-    if not gone <= {id(x) for x in held}:
+    kept_sharded = {id(x) for x in no_restore_buffers or ()}
+    if not kept_sharded <= {id(x) for x in tensors}:
         raise InvalidArgument("no_restore_buffers", "a tensor that is not in buffers", "some of buffers")
-    whole = _whole_lengths({x.shape[dim] for x, dim in zip(held, dims, strict=True)}, mesh, scheme)
+    whole = _whole_lengths({x.shape[dim] for x, dim in zip(tensors, dims, strict=True)}, mesh, scheme)
     if not _alone.acquire(blocking=False):
         remedy = "one call covers all models and both dims of a mesh (scheme='2d')"
         raise InvalidArgument(
@@ -62,11 +62,11 @@ def context_parallel(
         )
     with ExitStack() as undo:
         undo.callback(_alone.release)
-        for x, dim in zip(held, dims, strict=True):
+        for x, dim in zip(tensors, dims, strict=True):
             old = x.detach().clone()
             with torch.no_grad():
                 x.set_(shard(old, mesh, dim, scheme))  # type: ignore[call-overload]
-            if id(x) not in gone:
+            if id(x) not in kept_sharded:
                 undo.callback(_restore, x, old)
         for module, name, new in _replacements(mesh, scheme, whole):
             undo.callback(setattr, module, name, getattr(module, name))
@@ -81,15 +81,15 @@ def context_parallel(
 def _whole_lengths(lengths: set[int], mesh: Any, scheme: str) -> dict[int, int]:
     """The full lengths of buffers, by this rank's number of their tokens: shards may be uneven."""
     ring, inner = ranks_of(mesh, scheme)
-    held = {
+    rank_sizes = {
         n: [inner_sizes(total(pieces(n, ring.size, r, ORDERS[scheme])), inner.size) for r in range(ring.size)]
         for n in lengths
     }
     for r, u in itertools.product(range(ring.size), range(inner.size)):
-        if len({sizes[r][u] for sizes in held.values()}) < len(held):
+        if len({sizes[r][u] for sizes in rank_sizes.values()}) < len(rank_sizes):
             want = "lengths of which every rank has another number of tokens"
             raise InvalidArgument("buffers", f"lengths {sorted(lengths)}", want, "pad them to one length")
-    return {sizes[ring.rank][inner.rank]: n for n, sizes in held.items()}
+    return {sizes[ring.rank][inner.rank]: n for n, sizes in rank_sizes.items()}
 
 
 def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
@@ -130,16 +130,16 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
         yield ours, "attention", sharded
         yield ours, "varlen_attention", packed
         patterns = sys.modules["tilewise.compat.mask_patterns"]
-        yield patterns, "_pattern", _of_whole
+        yield patterns, "_pattern", _whole_pattern
         # Position ids of a zigzag jump, which transformers would take for the start of another document.
         yield patterns.hf, "find_packed_sequence_indices", lambda position_ids: None
 
 
-def _of_whole(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, seen: Any) -> Any:
+def _whole_pattern(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, is_token: Any) -> Any:
     """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's shard."""
     from ..compat.mask_patterns import Pattern
 
-    padded = seen is not None and not bool(seen.all())
+    padded = is_token is not None and not bool(is_token.all())
     if padded or rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
         remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
         raise InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)

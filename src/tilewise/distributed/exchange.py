@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .faults import RankLost, connected, lost_rank, told
+from .faults import RankLost, connected, lost_rank, report_lost_ranks
 from .layout import Ranks
-from .steps import Range, Round, Source
+from .schedule import Range, Round, Source
 
 Tensors = tuple[torch.Tensor, ...]
-Home = Callable[[Range, torch.Tensor], None]
+AddGradient = Callable[[Range, torch.Tensor], None]
 
 
-def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
-    """Rows of `x`, contiguous; not copied if they are all rows of a contiguous tensor."""
+def gather_rows(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
+    """The rows of `x` in `ranges`, contiguous; not copied if they are one range that is contiguous in memory."""
     parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -35,7 +35,7 @@ def connect(ranks: Ranks, device: torch.device) -> None:
     send.
     """
     if ranks.size > 1 and ranks.group not in connected:
-        with told(ranks):
+        with report_lost_ranks(ranks):
             dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
         connected.add(ranks.group)
 
@@ -44,7 +44,7 @@ class Messages:
     """Messages in transit: `wait` before reading what is received or reusing what is sent."""
 
     def __init__(self, ranks: Ranks, sends: Sequence[tuple[int, Tensors]], receipts: Sequence[tuple[int, Tensors]]):
-        self.ranks, self.held = ranks, (sends, receipts)
+        self.ranks, self.messages = ranks, (sends, receipts)
         ops = []
         for kind, messages in ((dist.irecv, receipts), (dist.isend, sends)):
             for peer, tensors in messages:
@@ -56,7 +56,7 @@ class Messages:
             raise lost_rank(ranks, sorted({peer for peer, _ in (*sends, *receipts)}), error) from error
 
     def wait(self) -> None:
-        works, peers = self.works, sorted({peer for messages in self.held for peer, _ in messages})
+        works, peers = self.works, sorted({peer for messages in self.messages for peer, _ in messages})
         self.works = []
         lost = None
         for work in works:  # all, even after an error: posted operations must not outlive their memory
@@ -64,36 +64,36 @@ class Messages:
                 work.wait()
             except RuntimeError as error:
                 lost = lost or error
-        self.held = (), ()
+        self.messages = (), ()
         if lost is not None:
             raise lost_rank(self.ranks, peers, lost) from lost
 
 
-class Bringing:
+class KVReceive:
     """The keys and values of a round, in transit to this rank; `buffer` waits for them.
 
-    `taken` caches rows that earlier rounds have cut from `tensors`; this round adds its own.
+    `row_cache` holds the rows of `tensors` that earlier rounds have sent, by their ranges; this round adds its own.
     """
 
     def __init__(
-        self, ranks: Ranks, round: Round, tensors: Tensors, dim: int, taken: dict[tuple[Range, ...], Tensors]
+        self, ranks: Ranks, round: Round, tensors: Tensors, dim: int, row_cache: dict[tuple[Range, ...], Tensors]
     ) -> None:
         self.round, self.dim, self.rank = round, dim, ranks.rank
 
         def rows(source: Source) -> Tensors:
-            if source.ranges not in taken:
-                taken[source.ranges] = tuple(take(x, dim, source.ranges) for x in tensors)
-            return taken[source.ranges]
+            if source.ranges not in row_cache:
+                row_cache[source.ranges] = tuple(gather_rows(x, dim, source.ranges) for x in tensors)
+            return row_cache[source.ranges]
 
-        self.came: dict[int, Tensors] = {}
+        self.received: dict[int, Tensors] = {}
         for source in round.sources:
             if source.rank != ranks.rank:
-                self.came[source.rank] = tuple(resized(x, dim, source.rows) for x in tensors)
+                self.received[source.rank] = tuple(resized(x, dim, source.rows) for x in tensors)
             elif source.ranges == ((0, tensors[0].shape[dim]),):
-                self.came[source.rank] = tensors
+                self.received[source.rank] = tensors
             else:
-                self.came[source.rank] = rows(source)
-        receipts = [(rank, x) for rank, x in self.came.items() if rank != ranks.rank]
+                self.received[source.rank] = rows(source)
+        receipts = [(rank, x) for rank, x in self.received.items() if rank != ranks.rank]
         self.messages = Messages(ranks, [(to.rank, rows(to)) for to in round.sends], receipts)
 
     def buffer(self) -> Tensors:
@@ -101,8 +101,8 @@ class Bringing:
         self.messages.wait()
         order = self.round.order
         if len(order) < 2:
-            return self.came[order[0][0]] if order else ()
-        both = zip(*(self.came[rank] for rank, _, _ in order), strict=True)
+            return self.received[order[0][0]] if order else ()
+        both = zip(*(self.received[rank] for rank, _, _ in order), strict=True)
         return tuple(
             torch.cat(
                 [x.narrow(self.dim, row, count) for x, (_, row, count) in zip(parts, order, strict=True)], self.dim
@@ -111,41 +111,41 @@ class Bringing:
         )
 
 
-class Returning:
+class GradReturn:
     """Gradients of a round's keys and values, in transit to their owners; `add` waits for this rank's own.
 
-    `home` are functions that take some rows of each and their gradient.
+    `accumulate` has a function for each of `tensors` that adds the gradient of some of its rows.
     """
 
     def __init__(
-        self, ranks: Ranks, round: Round, found: Tensors, home: Sequence[Home], tensors: Tensors, dim: int
+        self, ranks: Ranks, round: Round, grads: Tensors, accumulate: Sequence[AddGradient], tensors: Tensors, dim: int
     ) -> None:
-        self.round, self.dim, self.home = round, dim, home
-        by_rank = {source.rank: self._of(source.rank, found) for source in round.sources} if found else {}
+        self.round, self.dim, self.accumulate = round, dim, accumulate
+        by_rank = {source.rank: self._rows_of(source.rank, grads) for source in round.sources} if grads else {}
         own = by_rank.pop(ranks.rank, None)
         if own is not None:
-            self._add(own, next(source for source in round.sources if source.rank == ranks.rank))
-        self.came = [tuple(resized(x, dim, to.rows) for x in tensors) for to in round.sends]
-        receipts = [(to.rank, x) for to, x in zip(round.sends, self.came, strict=True)]
+            self._accumulate(own, next(source for source in round.sources if source.rank == ranks.rank))
+        self.received = [tuple(resized(x, dim, to.rows) for x in tensors) for to in round.sends]
+        receipts = [(to.rank, x) for to, x in zip(round.sends, self.received, strict=True)]
         sends = [
             (rank, tuple(x.to(t.dtype).contiguous() for x, t in zip(part, tensors, strict=True)))
             for rank, part in by_rank.items()
         ]
         self.messages = Messages(ranks, sends, receipts)
 
-    def _of(self, rank: int, found: Tensors) -> Tensors:
+    def _rows_of(self, rank: int, grads: Tensors) -> Tensors:
         """The rows from one source, in the order in which it sent them."""
         if len(self.round.order) < 2:
-            return found
+            return grads
         at, places = 0, []
         for owner, row, count in self.round.order:
             if owner == rank:
                 places.append((row, at, count))
             at += count
-        return tuple(torch.cat([x.narrow(self.dim, i, n) for _, i, n in sorted(places)], self.dim) for x in found)
+        return tuple(torch.cat([x.narrow(self.dim, i, n) for _, i, n in sorted(places)], self.dim) for x in grads)
 
-    def _add(self, parts: Tensors, source: Source) -> None:
-        for add, part in zip(self.home, parts, strict=True):
+    def _accumulate(self, parts: Tensors, source: Source) -> None:
+        for add, part in zip(self.accumulate, parts, strict=True):
             at = 0
             for lo, hi in source.ranges:
                 add((lo, hi), part.narrow(self.dim, at, hi - lo))
@@ -154,15 +154,20 @@ class Returning:
     def add(self) -> None:
         """Adds other ranks' gradients of this rank's keys and values in the order of ranks: deterministic."""
         self.messages.wait()
-        for to, parts in zip(self.round.sends, self.came, strict=True):
-            self._add(parts, to)
+        for to, parts in zip(self.round.sends, self.received, strict=True):
+            self._accumulate(parts, to)
 
 
-def drain(under_way: Sequence[Bringing | Returning]) -> None:
+@contextlib.contextmanager
+def drained_on_error(in_transit: Sequence[KVReceive | GradReturn]) -> Iterator[None]:
     """Waits, after an error, for messages whose results are no longer needed."""
-    for each in under_way:
-        with contextlib.suppress(RankLost):
-            each.messages.wait()
+    try:
+        yield
+    except BaseException:
+        for exchange in in_transit:
+            with contextlib.suppress(RankLost):
+                exchange.messages.wait()
+        raise
 
 
 # Heads for tokens
@@ -172,10 +177,10 @@ def all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], r
     """Sends `parts[u]` to rank u and receives tensors of `shapes`, one from each."""
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
-    came = flat.new_empty(sum(counts))
-    with told(ranks):
-        dist.all_to_all_single(came, flat, counts, [x.numel() for x in parts], group=ranks.group)
-    return [x.view(tuple(shape)) for x, shape in zip(came.split(counts), shapes, strict=True)]
+    received = flat.new_empty(sum(counts))
+    with report_lost_ranks(ranks):
+        dist.all_to_all_single(received, flat, counts, [x.numel() for x in parts], group=ranks.group)
+    return [x.view(tuple(shape)) for x, shape in zip(received.split(counts), shapes, strict=True)]
 
 
 class Heads:
@@ -198,11 +203,11 @@ class Heads:
         parts = list(x.split(list(self.sizes), self.seq))
         shape = list(parts[self.ranks.rank].shape)
         shapes = [[*shape[: self.head], len(h), *shape[self.head + 1 :]] for h in self.heads]
-        came = all_to_all(parts, shapes, self.ranks)
+        received = all_to_all(parts, shapes, self.ranks)
         if [i for h in self.heads for i in h] == list(range(count)):
-            return torch.cat(came, self.head)
+            return torch.cat(received, self.head)
         whole = x.new_zeros([*shape[: self.head], count, *shape[self.head + 1 :]], dtype=torch.float32)
-        for part, heads in zip(came, self.heads, strict=True):
+        for part, heads in zip(received, self.heads, strict=True):
             whole.index_add_(self.head, torch.tensor(list(heads), device=x.device), part.float())
         return whole.to(x.dtype)
 

@@ -33,7 +33,7 @@ def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
 
 
 @contextmanager
-def told(ranks: Ranks) -> Iterator[None]:
+def report_lost_ranks(ranks: Ranks) -> Iterator[None]:
     """Turns errors of an exchange between all ranks into `RankLost`."""
     try:
         yield
@@ -51,20 +51,25 @@ def is_known(ranks: Ranks, kind: Any) -> bool:
     return ranks.size == 1 or kind in _kinds.get(ranks.group, ())
 
 
-def agree(ranks: Ranks, said: dict[str, object], device: torch.device, kind: Any = None) -> None:
-    """Compares `said` between ranks by one exchange of digests. Raises on all if it differs, else `kind` is known."""
+def agree(ranks: Ranks, arguments: dict[str, object], device: torch.device, kind: Any = None) -> None:
+    """Compares `arguments` between ranks by one exchange of digests.
+
+    Raises on all ranks if any differs; otherwise `kind` is known from now on.
+    """
     if ranks.size == 1:
         return
-    mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(ranks.size)]
-    with told(ranks):
-        dist.all_gather(everyone, mine, group=ranks.group)
-    for i, (name, here) in enumerate(said.items()):
-        others = [rank for rank, digest in enumerate(everyone) if int(digest[i]) != int(mine[i])]
+    own_digests = torch.tensor([zlib.crc32(repr(x).encode()) for x in arguments.values()], device=device)
+    all_digests = [torch.empty_like(own_digests) for _ in range(ranks.size)]
+    with report_lost_ranks(ranks):
+        dist.all_gather(all_digests, own_digests, group=ranks.group)
+    for i, (name, own_value) in enumerate(arguments.items()):
+        others = [rank for rank, digest in enumerate(all_digests) if int(digest[i]) != int(own_digests[i])]
         if others:
-            given = f"{here} on rank {ranks.rank}, and something else on rank {', '.join(map(str, others))}"
+            difference = f"{own_value} on rank {ranks.rank}, and something else on rank {', '.join(map(str, others))}"
             uneven = "length= says how many tokens all ranks hold, where they do not hold equally many"
-            raise InvalidArgument(name, given, "the same on all ranks", uneven if name in ("q", "k", "v", "x") else "")
+            raise InvalidArgument(
+                name, difference, "the same on all ranks", uneven if name in ("q", "k", "v", "x") else ""
+            )
     connected.add(ranks.group)
     if kind is None:
         return

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..autograd import AttentionGradients
 from ..errors import no_double_backward
-from .exchange import Bringing, Returning, drain
-from .rows import Call, add_to_mask, documents, part_of_bias, rows
-from .steps import Range
-from .sums import Sum, Total, by_head
+from .exchange import GradReturn, KVReceive, drained_on_error
+from .pair_call import Call, Unit, add_to_mask, documents, part_of_bias, rows
+from .partial_merge import GradSum, MergedState, sinks_by_head
+from .schedule import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
 HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # the last dim in the others
@@ -34,16 +37,40 @@ def head_groups(call: Call, heads: int, kv_heads: int) -> list[Range]:
     """
     if not call.task.gather or call.ranks.size == 1:
         return [(0, kv_heads)]
-    tokens = sum(piece.size for held in call.task.q_pieces for piece in held) // call.task.ranks
+    tokens = sum(piece.size for pieces in call.task.q_pieces for piece in pieces) // call.task.ranks
     groups = min(MOST_GROUPS, tokens * heads // LEAST_ROWS)
     size = max(1, -(-kv_heads // max(1, groups)))
     return [(lo, min(lo + size, kv_heads)) for lo in range(0, kv_heads, size)]
 
 
 def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
-    """Yields (KV heads, round, its parts)."""
+    """A list of (KV heads, round, its parts)."""
     heads = q.shape[call.head] * (1 if call.packed else q.shape[0])
-    return [(kv, *each) for kv in head_groups(call, heads, k.shape[call.head]) for each in call.rounds]
+    groups = head_groups(call, heads, k.shape[call.head])
+    return [(kv, round, units) for kv in groups for round, units in call.rounds]
+
+
+def receive_rounds(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Generator[tuple[Any, ...], None, None]:
+    """Yields (KV heads, their query heads, round, its parts, its K and V), with the next round's in transit.
+
+    The caller closes it, also after an error: closing waits for messages in transit.
+    """
+    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
+    row_caches: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
+
+    def receive(kv: Range, round: Any) -> KVReceive:
+        kv_part = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
+        return KVReceive(call.ranks, round, kv_part, call.seq, row_caches[kv])
+
+    work = work_of(call, q, k)
+    in_transit: list[KVReceive] = []
+    with drained_on_error(in_transit):
+        in_transit += [receive(kv, round) for kv, round, _ in work[:1]]
+        for i, (kv, round, units) in enumerate(work):
+            in_transit += [receive(*following[:2]) for following in work[i + 1 : i + 2]]
+            yield kv, (kv[0] * group, kv[1] * group), round, units, in_transit.pop(0).buffer()
 
 
 class Attention(torch.autograd.Function):
@@ -51,10 +78,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
-        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        out, lse, left = forward(call, q, k, v, given, exact=True)
+        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        out, lse, rounding = forward(call, q, k, v, present, exact=True)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, left, *extras)
+        ctx.save_for_backward(q, k, v, out, lse, rounding, *extras)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -63,142 +90,105 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_double_backward()
         names = ("q", "k", "v", *EXTRAS)
-        q, k, v, out, lse, left, *extras = ctx.saved_tensors
+        q, k, v, out, lse, rounding, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        if left is not None and q.dtype == torch.float32:  # lse's rounding error scales P = exp(s - lse)
-            dout = dout * left.neg().exp()[..., None]
-            dlse = dlse if dlse is None else dlse * left.neg().exp()
-        elif left is not None:  # delta from the merged out before rounding: parts were rounded already
-            more = (dout.float() * (out.float() - left)).sum(-1)
-            dlse = more if dlse is None else dlse + more
-        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        found = backward(ctx.call, (q, k, v, out, lse, dout, dlse), given, wanted)
-        return (None, *(found.get(name) for name in names))
+        if rounding is not None and q.dtype == torch.float32:  # lse's rounding error scales P = exp(s - lse)
+            dout = dout * rounding.neg().exp()[..., None]
+            dlse = dlse if dlse is None else dlse * rounding.neg().exp()
+        elif rounding is not None:  # delta from the merged out before rounding: parts were rounded already
+            correction = (dout.float() * (out.float() - rounding)).sum(-1)
+            dlse = correction if dlse is None else dlse + correction
+        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        grads = backward(ctx.call, (q, k, v, out, lse, dout, dlse), present, wanted)
+        return (None, *(grads.get(name) for name in names))
 
 
-def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
+def _head_slices(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
     """The slices of masks, sinks, slopes and indices for some heads."""
-    found = {}
+    slices = {}
     for name, x in extras.items():
         dim = HEAD_DIMS.get(name, -1)
         lo, hi = kv if name == "key_indices" else heads
         has_heads = x.ndim >= (4 if name == "key_indices" else -dim) and x.shape[dim] > 1
-        found[name] = x.narrow(dim, lo, hi - lo) if has_heads else x
-    return found
+        slices[name] = x.narrow(dim, lo, hi - lo) if has_heads else x
+    return slices
 
 
 def forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any], exact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`out`, `lse` and, if `exact`, what the merge loses by rounding: `out` in float32, or for float32 inputs that of
-    `lse`.
+    """`out`, `lse` and, if `exact` and parts were merged, what `backward` needs to correct for rounding.
+
+    That is `out` in float32 or, for float32 inputs, the rounding error of `lse`.
     """
-    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
-    work = work_of(call, q, k)
     parts = sum(len(units) for _, units in call.rounds)
-    total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
-    given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # sinks go with a row's only part
-
-    taken: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
-
-    def bring(kv: Range, round: Any) -> Bringing:
-        cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
-        return Bringing(call.ranks, round, cut, call.seq, taken[kv])
-
-    coming: list[Bringing] = []
-    try:
-        coming += [bring(kv, round) for kv, round, _ in work[:1]]
-        for i, (kv, _, units) in enumerate(work):
-            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-            buffer = coming.pop(0).buffer()
-            heads = (kv[0] * group, kv[1] * group)
-            some = _of_heads(given, heads, kv)
+    merged = MergedState(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
+    # Sinks go with a row's only part; else `merged` adds them.
+    part_extras = {name: x for name, x in extras.items() if name != "sinks" or merged.once}
+    with closing(receive_rounds(call, q, k, v)) as rounds:
+        for kv, heads, _, units, buffer in rounds:
+            head_extras = _head_slices(part_extras, heads, kv)
             for unit in units:
                 q_rows, k_rows = rows(unit)
-                part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
-                total.add(q_rows, heads, part)
-    except BaseException:
-        drain(coming)
-        raise
+                kv_cut = [call.cut(x, k_rows) for x in buffer]
+                part = call.forward(unit, call.cut(q, q_rows, heads), kv_cut, head_extras)
+                merged.add(q_rows, heads, part)
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
-    if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
-        return *total.pending[0][2], None
-    total.merge()
-    if total.wide is not None:
-        return total.out, total.lse, torch.where(total.lse.isfinite(), total.wide - total.lse, 0.0).float()
-    return total.out.to(q.dtype), total.lse, None if total.out.dtype == q.dtype else total.out
+    if merged.once and [(which, heads) for which, heads, _ in merged.pending] == [everything]:
+        return *merged.pending[0][2], None
+    merged.merge()
+    if merged.wide is not None:
+        return merged.out, merged.lse, torch.where(merged.lse.isfinite(), merged.wide - merged.lse, 0.0).float()
+    return merged.out.to(q.dtype), merged.lse, None if merged.out.dtype == q.dtype else merged.out
 
 
 def backward(
     call: Call, tensors: tuple[Any, ...], extras: dict[str, Any], wanted: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     q, k, v, out, lse, dout, dlse = tensors
-    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
-    held = {"q": q, "k": k, "v": v, **extras}
-    found = {
-        name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
+    inputs = {"q": q, "k": k, "v": v, **extras}
+    results = {
+        name: torch.zeros(inputs[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
     }
     if "sinks" in wanted:
-        found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
+        results["sinks"] = _sink_grads(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
-    keys = tuple(name for name in ("k", "v") if name in wanted)
-    work = work_of(call, q, k) if grads else []
-    parts = {name: x for name, x in extras.items() if name != "sinks"}
-    sums = {name: Sum(call, held[name], _parts(call, name)) for name in wanted if name in "qkv"}
-
-    def of_heads(names: tuple[str, ...], kv: Range) -> tuple[torch.Tensor, ...]:
-        return tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
-
-    taken: defaultdict[Range, Any] = defaultdict(dict)
-
-    def bring(kv: Range, round: Any) -> Bringing:
-        return Bringing(call.ranks, round, of_heads(("k", "v"), kv), call.seq, taken[kv])
-
-    coming: list[Bringing] = []
-    going: list[Returning] = []
-    try:
-        coming += [bring(kv, round) for kv, round, _ in work[:1]]
-        for i, (kv, round, units) in enumerate(work):
-            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-            buffer = coming.pop(0).buffer()
-            heads = (kv[0] * group, kv[1] * group)
-            some = _of_heads(parts, heads, kv)
-            shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads, kv)
-            of_keys: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in keys}
+    kv_names = tuple(name for name in ("k", "v") if name in wanted)
+    part_extras = {name: x for name, x in extras.items() if name != "sinks"}
+    sums = {name: GradSum(call, inputs[name], _part_count(call, name)) for name in wanted if name in "qkv"}
+    returns: list[GradReturn] = []
+    with drained_on_error(returns), closing(receive_rounds(call, q, k, v)) as rounds:
+        for kv, heads, round, units, buffer in rounds if grads else ():
+            head_extras = _head_slices(part_extras, heads, kv)
+            extra_grads = _head_slices({name: results[name] for name in grads if name in EXTRAS}, heads, kv)
+            key_grads: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in kv_names}
             for unit in units:
                 q_rows, k_rows = rows(unit)
-                cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
-                part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
+                q_cut, *cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
+                kv_cut = [call.cut(x, k_rows) for x in buffer]
+                part = call.backward(unit, (q_cut, *kv_cut, *cut), grads, head_extras)
                 if part.dq is not None:
                     sums["q"].add(heads, q_rows, part.dq)
                 for name, x in (("k", part.dk), ("v", part.dv)):
                     if x is not None:
-                        of_keys[name].append((k_rows, x))
-                if part.dmask is not None:
-                    add_to_mask(shares["mask"], part.dmask, unit)
-                for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
-                    if x is not None:
-                        part_of_bias(name, shares[name], unit).add_(x)
-                if "alibi_slopes" in grads:
-                    _add_slopes(call, shares["alibi_slopes"], part.dalibi_slopes, unit)
-            if keys:
-                brought = dict(zip("kv", buffer, strict=False))
-                ready = tuple(_whole(call, brought[name], of_keys[name]) for name in keys) if buffer else ()
-                home = [partial(sums[name].add, kv) for name in keys]
-                going.append(Returning(call.ranks, round, ready, home, of_heads(keys, kv), call.seq))
-                if len(going) > 1:
-                    going.pop(0).add()
-        for last in going:
+                        key_grads[name].append((k_rows, x))
+                _add_extras(call, extra_grads, part, unit)
+            if kv_names:
+                received = dict(zip("kv", buffer, strict=False))
+                kv_grads = tuple(_round_grad(call, received[name], key_grads[name]) for name in kv_names if received)
+                accumulate = [partial(sums[name].add, kv) for name in kv_names]
+                owned = tuple(inputs[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in kv_names)
+                returns.append(GradReturn(call.ranks, round, kv_grads, accumulate, owned, call.seq))
+                if len(returns) > 1:
+                    returns.pop(0).add()
+        for last in returns:
             last.add()
-    except BaseException:
-        drain([*coming, *going])
-        raise
-    found |= {name: x.result() for name, x in sums.items()}
-    return {name: x.to(held[name].dtype) for name, x in found.items()}
+    results |= {name: x.result() for name, x in sums.items()}
+    return {name: x.to(inputs[name].dtype) for name, x in results.items()}
 
 
-def _parts(call: Call, name: str) -> int:
+def _part_count(call: Call, name: str) -> int:
     """How many parts a gradient is summed from, for each group of heads."""
     if name == "q":
         return sum(len(units) for _, units in call.rounds)
@@ -207,7 +197,7 @@ def _parts(call: Call, name: str) -> int:
     return sum(len(x.ranges) for x in itertools.chain(own, theirs))
 
 
-def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
+def _round_grad(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
     """The gradient of a round's keys: that of its only part, or a sum in float32."""
     if len(parts) == 1 and parts[0][0] == (0, like.shape[call.seq]):
         return parts[0][1]
@@ -217,14 +207,22 @@ def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor
     return total
 
 
-def _add_slopes(call: Call, total: torch.Tensor, part: Any, unit: Any) -> None:
-    if call.packed and total.ndim == 2:
-        total.index_add_(0, torch.tensor(documents(unit), device=total.device), part.float())
-    else:
-        total.add_(part)
+def _add_extras(call: Call, totals: dict[str, torch.Tensor], part: AttentionGradients, unit: Unit) -> None:
+    """Adds a part's gradients of the mask, of biases and of slopes to `totals`."""
+    if part.dmask is not None:
+        add_to_mask(totals["mask"], part.dmask, unit)
+    for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
+        if x is not None:
+            part_of_bias(name, totals[name], unit).add_(x)
+    slopes = totals.get("alibi_slopes")
+    if slopes is not None and part.dalibi_slopes is not None:
+        if call.packed and slopes.ndim == 2:
+            slopes.index_add_(0, torch.tensor(documents(unit), device=slopes.device), part.dalibi_slopes.float())
+        else:
+            slopes.add_(part.dalibi_slopes)
 
 
-def _of_sinks(
+def _sink_grads(
     call: Call, sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
 ) -> torch.Tensor:
     """dsinks = -sum over rows of exp(sink - lse) * delta. A row has one sink, however many parts."""
@@ -232,5 +230,6 @@ def _of_sinks(
     if dlse is not None:
         delta = delta - dlse
     live = lse.isfinite()
-    each = torch.where(live, -(by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
-    return each.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]
+    weights = (sinks_by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp()
+    dsinks = torch.where(live, -weights * delta, 0.0)
+    return dsinks.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]

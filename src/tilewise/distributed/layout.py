@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.options import is_int
 from ..errors import InvalidArgument
-from .faults import agree, told
+from .faults import agree, report_lost_ranks
 
 ORDERS = {
     "ring": "contiguous",
@@ -86,14 +86,14 @@ def pieces(length: int, ring: int, rank: int, order: str, cu_seqlens: Sequence[i
     (Piece(start=4, size=4, stride=1), Piece(start=8, size=4, stride=1))
     """
     if order == "striped":
-        found = [Piece(rank, len(range(rank, length, ring)), ring)]
+        parts = [Piece(rank, len(range(rank, length, ring)), ring)]
     elif order == "contiguous":
-        found = [_part(0, length, ring, rank)]
+        parts = [_part(0, length, ring, rank)]
     else:
         bounds = sorted({0, *cu_seqlens, length})
         ends = itertools.pairwise(bounds)
-        found = [_part(lo, hi - lo, 2 * ring, i) for lo, hi in ends for i in (rank, 2 * ring - 1 - rank)]
-    return tuple(piece for piece in found if piece.size)
+        parts = [_part(lo, hi - lo, 2 * ring, i) for lo, hi in ends for i in (rank, 2 * ring - 1 - rank)]
+    return tuple(piece for piece in parts if piece.size)
 
 
 def _part(start: int, length: int, parts: int, i: int) -> Piece:
@@ -106,8 +106,8 @@ def inner_sizes(count: int, inner: int) -> list[int]:
     return [_part(0, count, inner, u).size for u in range(inner)]
 
 
-def total(held: Sequence[Piece]) -> int:
-    return sum(piece.size for piece in held)
+def total(pieces: Sequence[Piece]) -> int:
+    return sum(piece.size for piece in pieces)
 
 
 def global_length(count: int, length: int | None, ring: int, inner: int) -> int:
@@ -127,8 +127,8 @@ def packed_length(cu_seqlens: Any) -> int | None:
 
 def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
     """The tokens of one rank, int64 on the CPU."""
-    held = pieces(length, ring.size, ring.rank, ORDERS[scheme], cu_seqlens)
-    parts = [torch.arange(p.start, p.start + p.size * p.stride, p.stride, device="cpu") for p in held]
+    own_pieces = pieces(length, ring.size, ring.rank, ORDERS[scheme], cu_seqlens)
+    parts = [torch.arange(p.start, p.start + p.size * p.stride, p.stride, device="cpu") for p in own_pieces]
     rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
     return rows.split(inner_sizes(len(rows), inner.size))[inner.rank]
 
@@ -144,15 +144,15 @@ def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[
     """Offsets of packed sequences as ints; a tensor on a GPU is waited for."""
     if cu_seqlens is None:
         return ()
-    given = list(values_of(name, cu_seqlens))
-    if not all(hasattr(x, "__index__") for x in given):
-        raise InvalidArgument(name, str(given[:4]), "ints of one dim")
-    found = tuple(int(x) for x in given)
-    rising = all(a <= b for a, b in itertools.pairwise(found))
-    if len(found) < 2 or found[0] != 0 or found[-1] > length or not rising:
+    offsets = list(values_of(name, cu_seqlens))
+    if not all(hasattr(x, "__index__") for x in offsets):
+        raise InvalidArgument(name, str(offsets[:4]), "ints of one dim")
+    ints = tuple(int(x) for x in offsets)
+    rising = all(a <= b for a, b in itertools.pairwise(ints))
+    if len(ints) < 2 or ints[0] != 0 or ints[-1] > length or not rising:
         want = f"offsets of all ranks' sequences: from 0, never falling, to at most {length} tokens"
-        raise InvalidArgument(name, str(found[:8]), want)
-    return found
+        raise InvalidArgument(name, str(ints[:8]), want)
+    return ints
 
 
 # Public functions
@@ -236,14 +236,14 @@ def unshard(
     moved = x.detach().movedim(dim, 0).contiguous()
     if scheme == "2d":  # the inner ranks first: together they hold a ring rank's shard
         moved = torch.cat(_gathered(moved, inner, [len(part) for part in rows[ring.rank]]))
-        parts = _gathered(moved, ring, [sum(map(len, of)) for of in rows])
+        parts = _gathered(moved, ring, [sum(map(len, of_rank)) for of_rank in rows])
     else:
-        both = inner if scheme == "ulysses" else ring
-        parts = _gathered(moved, both, [len(part) for of in rows for part in of])
-    order = torch.cat([part for of in rows for part in of]).to(x.device)
-    whole = moved.new_empty((length, *moved.shape[1:]))
-    whole[order] = torch.cat(parts)
-    return whole.movedim(0, dim)
+        ranks = inner if scheme == "ulysses" else ring
+        parts = _gathered(moved, ranks, [len(part) for of_rank in rows for part in of_rank])
+    order = torch.cat([part for of_rank in rows for part in of_rank]).to(x.device)
+    full = moved.new_empty((length, *moved.shape[1:]))
+    full[order] = torch.cat(parts)
+    return full.movedim(0, dim)
 
 
 def check_dim(name: str, x: Any, dim_name: str, dim: Any) -> None:
@@ -267,6 +267,6 @@ def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Ten
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]
     sent = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (*parts, padded)]  # no float8 on some
-    with told(ranks):
+    with report_lost_ranks(ranks):
         dist.all_gather(sent[:-1], sent[-1], group=ranks.group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]

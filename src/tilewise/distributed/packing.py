@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.mask_rules import MaskRules
-from .steps import Pair, Range, Task, rounds
+from .schedule import Pair, Range, Task, rounds
 
 
 class Pass(NamedTuple):
@@ -36,7 +36,7 @@ def passes(task: Task, pairs: Sequence[Pair]) -> tuple[Pass, ...]:
     With causal as the only rule, fully visible pairs keep it too, so that all pairs can share a call.
     """
     together = task.rules.relative() in (MaskRules(), MaskRules(causal=True))
-    found = []
+    calls = []
     for full in (False,) if together else (False, True):
         runs: list[list[Pair]] = []
         for p in sorted((p for p in pairs if together or p.full == full), key=lambda p: (p.q, p.k)):
@@ -46,11 +46,11 @@ def passes(task: Task, pairs: Sequence[Pair]) -> tuple[Pass, ...]:
                     break
             else:
                 runs.append([p])
-        found += [_laid(run, full) for run in runs]
-    return tuple(found)
+        calls += [_packed_call(run, full) for run in runs]
+    return tuple(calls)
 
 
-def _laid(run: Sequence[Pair], full: bool) -> Pass:
+def _packed_call(run: Sequence[Pair], full: bool) -> Pass:
     q0, k0 = run[0].q, run[0].k
     cu_q, cu_k = [0], [0]
     pairs: list[Pair | None] = []

@@ -36,11 +36,11 @@ def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = N
     shapes = _shapes({name: (tuple(x.shape), x.dtype) for name, x in tensors.items()})
     text = torch.tensor(list(json.dumps({"about": about, "tensors": shapes}).encode()), dtype=torch.uint8, device="cpu")
     for x in (torch.tensor([len(text)], device="cpu"), text):
-        _moved(dist.send, x.to(cache.device), to, group)
-    if not int(_moved(dist.recv, _number(0, cache), to, group)):
+        _transfer(dist.send, x.to(cache.device), to, group)
+    if not int(_transfer(dist.recv, _number(0, cache), to, group)):
         raise InvalidArgument("to", f"rank {to}, which refused the sequence", "a cache that can take it: it says why")
     for x in tensors.values():
-        _moved(dist.send, x.to(cache.device), to, group)
+        _transfer(dist.send, x.to(cache.device), to, group)
 
 
 def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, first_head: int = 0) -> int:
@@ -62,14 +62,14 @@ def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, firs
         except (InvalidArgument, CacheFull) as error:
             wrong = wrong or error
     for sender in senders:  # all, even after an error: a pending transfer would be taken for the next one
-        _moved(dist.send, _number(wrong is None, cache), sender, group)
+        _transfer(dist.send, _number(wrong is None, cache), sender, group)
     if wrong is not None:
         raise wrong
     parts = []
-    for sender, (about, found) in zip(senders, plans, strict=True):
+    for sender, (about, declared_tensors) in zip(senders, plans, strict=True):
         tensors = {
-            name: _moved(dist.recv, torch.empty(shape, dtype=dtype, device=cache.device), sender, group)
-            for name, (shape, dtype) in found.items()
+            name: _transfer(dist.recv, torch.empty(shape, dtype=dtype, device=cache.device), sender, group)
+            for name, (shape, dtype) in declared_tensors.items()
         }
         parts.append((about, tensors))
     return cache.import_(*parts, first_head=first_head)
@@ -83,23 +83,24 @@ def _check_peer(name: str, peer: Any, group: Any) -> None:
 
 
 def _header(cache: PagedKVCache, sender: int, group: Any) -> bytes:
-    size = int(_moved(dist.recv, _number(0, cache), sender, group))
+    size = int(_transfer(dist.recv, _number(0, cache), sender, group))
     if not 0 < size <= MOST_HEADER:
         raise InvalidArgument("sender", f"{sender}, a header of {size} bytes", f"1 to {MOST_HEADER}: send_sequence")
-    return bytes(_moved(dist.recv, torch.empty(size, dtype=torch.uint8, device=cache.device), sender, group).tolist())
+    text = torch.empty(size, dtype=torch.uint8, device=cache.device)
+    return bytes(_transfer(dist.recv, text, sender, group).tolist())
 
 
 def _declared(cache: PagedKVCache, sender: int, text: bytes) -> tuple[Any, Tensors]:
     """What a header declares, checked before memory is allocated for it."""
     try:
-        said = json.loads(text)
-        about, shapes = said["about"], said["tensors"]
+        header = json.loads(text)
+        about, shapes = header["about"], header["tensors"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument("sender", f"{sender}, a header that cannot be read", "one of send_sequence") from error
-    found = declared(cache, f"sender {sender}", about)
-    if shapes != _shapes(found):
-        raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(found)}, as its manifest says")
-    return about, found
+    tensors = declared(cache, f"sender {sender}", about)
+    if shapes != _shapes(tensors):
+        raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(tensors)}, as its manifest says")
+    return about, tensors
 
 
 def _number(x: int, cache: PagedKVCache) -> torch.Tensor:
@@ -111,12 +112,12 @@ def _shapes(tensors: Tensors) -> dict[str, list[Any]]:
     return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in tensors.items()}
 
 
-def _moved(how: Any, x: torch.Tensor, peer: int, group: Any) -> torch.Tensor:
+def _transfer(operation: Any, x: torch.Tensor, peer: int, group: Any) -> torch.Tensor:
     if not x.numel():
         return x
     at = dist.get_global_rank(group, peer) if group is not None else peer
     try:
-        how(x.view(-1).view(torch.uint8), at, group=group)  # as bytes: transports do not know every dtype
+        operation(x.view(-1).view(torch.uint8), at, group=group)  # as bytes: transports do not know every dtype
     except RuntimeError as error:
         raise lost_rank(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), [peer], error) from error
     return x

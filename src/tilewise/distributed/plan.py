@@ -27,8 +27,8 @@ from .arguments import Place, prepare
 from .function import head_groups
 from .layout import ORDERS, Ranks, ranks_of, total
 from .packing import passes
-from .rows import Call
-from .steps import Pair, Range, Task, round_of
+from .pair_call import Call
+from .schedule import Pair, Range, Task, round_of
 
 EVERY_RANK = 64  # in a larger ring only some ranks are counted
 LOOKED_AT = 16
@@ -162,8 +162,8 @@ def plan(
         return_lse: accepted, as in `attention`, but has no effect.
 
     >>> x = torch.empty(1, 8, 1024, 64, device="meta")  # 8192 tokens over 8 ranks
-    >>> found = plan(x, x, x, mesh=8, scheme="ring", causal=True, window=256)
-    >>> found.steps, found.ranks[1].received == 255 * 8 * 2 * 64 * 4
+    >>> p = plan(x, x, x, mesh=8, scheme="ring", causal=True, window=256)
+    >>> p.steps, p.ranks[1].received == 255 * 8 * 2 * 64 * 4
     (2, True)
     """
     if machine is not None and not isinstance(machine, Machine):
@@ -172,23 +172,23 @@ def plan(
     as_flag("return_lse", return_lse)
     ring, inner = _sizes(mesh, scheme)
     call, _, places = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
-    task, found = call.task, machine or Machine()
-    at = list(range(task.ranks))
+    task, m = call.task, machine or Machine()
+    sampled = list(range(task.ranks))
     if task.ranks > EVERY_RANK:
-        at = sorted({round(i * (task.ranks - 1) / (LOOKED_AT - 1)) for i in range(LOOKED_AT)})
-    work = [_Rank(call, rank, q, k, v, inner.size, places, found) for rank in at]
-    length = max(task.cu_q[-1], task.cu_k[-1], sum(total(held) for held in task.k_pieces))
-    steps = 1 if task.gather else len({t for each in work for t in each.active})
-    whole = sum(each.cells for each in work) / len(work) * task.ranks * inner.size
-    rows = q.shape[call.head] * (1 if call.packed else q.shape[0]) * sum(total(held) for held in task.q_pieces)
-    extra = found.diagonal if task.rules.by_position else found.full
-    ideal = _seconds(whole + extra * rows, q, v, found.flops, False)
+        sampled = sorted({round(i * (task.ranks - 1) / (LOOKED_AT - 1)) for i in range(LOOKED_AT)})
+    work = [_Rank(call, rank, q, k, v, inner.size, places, m) for rank in sampled]
+    length = max(task.cu_q[-1], task.cu_k[-1], sum(map(total, task.k_pieces)))
+    steps = 1 if task.gather else len({t for rank_work in work for t in rank_work.active})
+    cells = sum(rank_work.cells for rank_work in work) / len(work) * task.ranks * inner.size
+    rows = q.shape[call.head] * (1 if call.packed else q.shape[0]) * sum(map(total, task.q_pieces))
+    extra = m.diagonal if task.rules.by_position else m.full
+    ideal = _seconds(cells + extra * rows, q, v, m.flops, False)
     if backward:
-        extra = found.backward_diagonal if task.rules.by_position else found.backward_full
-        ideal += _seconds(whole + extra * rows, q, v, found.backward_flops, True)
-    ranks = tuple(each.plan(backward) for each in work)
+        extra = m.backward_diagonal if task.rules.by_position else m.backward_full
+        ideal += _seconds(cells + extra * rows, q, v, m.backward_flops, True)
+    ranks = tuple(rank_work.plan(backward) for rank_work in work)
     size = task.ranks * inner.size
-    return DistributedPlan(scheme, task.ranks, inner.size, length, steps, backward, ranks, ideal / size, found)
+    return DistributedPlan(scheme, task.ranks, inner.size, length, steps, backward, ranks, ideal / size, m)
 
 
 def _sizes(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
@@ -196,8 +196,8 @@ def _sizes(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
     numbers = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(numbers, tuple) or scheme not in ORDERS:
         return ranks_of(mesh, scheme)
-    whole = all(map(is_int, numbers))
-    if len(numbers) != (2 if scheme == "2d" else 1) or not whole or not 1 <= min(numbers) <= max(numbers) <= MOST_RANKS:
+    valid = all(map(is_int, numbers)) and len(numbers) == (2 if scheme == "2d" else 1)
+    if not valid or not 1 <= min(numbers) <= max(numbers) <= MOST_RANKS:
         want = f"a number of ranks, 1 to {MOST_RANKS}, or a pair (ring, inner) with scheme='2d'"
         raise InvalidArgument("mesh", repr(mesh), want)
     ring, inner = numbers if scheme == "2d" else (1, *numbers) if scheme == "ulysses" else (*numbers, 1)
@@ -229,46 +229,46 @@ class _Rank:
         self.sent = [sum(x.rows for x in r.sends) * token for r in self.rounds]
         self.received = [sum(x.rows for x in r.sources if x.rank != rank) * token for r in self.rounds]
         # Gradients of keys and values: this rank's own part, and those that others send.
-        own = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
-        self.home = [a + b for a, b in zip(own, self.sent, strict=True)]
-        held = total(task.k_pieces[rank])
+        own_grads = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
+        self.returned = [a + b for a, b in zip(own_grads, self.sent, strict=True)]
+        keys = total(task.k_pieces[rank])
         cut: list[int] = []
-        taken: set[tuple[Range, ...]] = {((0, held),)}  # rows are cut out once for all rounds that send them
+        already_cut: set[tuple[Range, ...]] = {((0, keys),)}  # rows are cut out once for all rounds that send them
         for r in self.rounds:
-            fresh = {x.ranges: x.rows for x in r.sends if x.ranges not in taken}
-            taken |= set(fresh)
+            fresh = {x.ranges: x.rows for x in r.sends if x.ranges not in already_cut}
+            already_cut |= set(fresh)
             cut.append(sum(fresh.values()) * token)
         self.copied = [2 * x for x in cut] if call.seq == 2 else [0] * len(cut)  # else rows are contiguous
         tokens = total(task.q_pieces[rank])
         self.row = self.heads * v.shape[-1] * q.element_size()  # bytes of a row of out
         self.exchanged = 0.0
         if inner > 1:  # q, k, v and out are exchanged
-            mine = self.heads * inner * (q.shape[-1] + v.shape[-1]) * q.element_size() + token * inner
-            self.exchanged = mine * tokens / inner * (inner - 1) / inner
-        own = total(task.k_pieces[rank]) * token + tokens * (self.row + self.heads * q.shape[-1] * q.element_size())
-        most = max((a + b for a, b in zip(self.received, [*self.received[1:], 0], strict=True)), default=0)
-        self.kept = own + most
+            token_bytes = self.heads * inner * (q.shape[-1] + v.shape[-1]) * q.element_size() + token * inner
+            self.exchanged = token_bytes * tokens / inner * (inner - 1) / inner
+        own_bytes = keys * token + tokens * (self.row + self.heads * q.shape[-1] * q.element_size())
+        in_transit = max((a + b for a, b in zip(self.received, [*self.received[1:], 0], strict=True)), default=0)
+        self.peak_bytes = own_bytes + in_transit
 
     def count(self, p: Pair, places: list[Place]) -> int:
         """The visible cells of a pair, over heads and batch rows."""
         if p.full:
             return p.rows * p.keys * self.heads
         task: Task = self.call.task
-        found = 0
+        cells = 0
         rows = torch.arange(p.rows, device="cpu") * p.step + p.qpos
         several = self.heads // (1 if self.call.packed else max(1, len(places)))
         for offset, used in [places[p.doc]] if self.call.packed else places:
             end = p.kpos + p.keys * p.step
             lo, hi = key_spans(task.rules, rows + offset, end if task.fusible else min(used, end))
             lo, hi = (-((p.kpos - x) // p.step) for x in (lo.clamp_min(p.kpos), hi))  # in keys
-            found += int((hi - lo).clamp_min(0).sum())
-        return found * several
+            cells += int((hi - lo).clamp_min(0).sum())
+        return cells * several
 
     def plan(self, backward: bool) -> RankPlan:
         seconds = self.time(False) + (self.time(True) if backward else 0.0)
         calls = sum(map(len, self.parts)) * self.groups
         sent, received = (round(sum(x) + self.exchanged) for x in (self.sent, self.received))
-        return RankPlan(self.rank, self.cells, calls, len(self.active), sent, received, self.kept, seconds)
+        return RankPlan(self.rank, self.cells, calls, len(self.active), sent, received, self.peak_bytes, seconds)
 
     def time(self, backward: bool) -> float:
         """Seconds of all rounds, each overlapped with the next one's messages; a gather's are groups of heads."""
@@ -277,10 +277,10 @@ class _Rank:
         loads = [max(a, b) / self.groups for a, b in zip(self.sent, self.received, strict=True)] * self.groups
         messages = [m.latency + x / m.link if x else 0.0 for x in loads]
         # A round's gradients are sent in the next round, with that one's keys and values.
-        home = [0.0, *messages] if backward else [0.0] * (len(messages) + 1)
-        under_way = [a + b for a, b in zip([*messages[1:], 0.0], home, strict=False)]
+        returned = [0.0, *messages] if backward else [0.0] * (len(messages) + 1)
+        in_transit = [a + b for a, b in zip([*messages[1:], 0.0], returned, strict=False)]
         exchange = 2 * m.latency + self.exchanged / m.link if self.inner > 1 else 0.0
-        return exchange + messages[0] + sum(map(max, work, under_way)) + home[-1]
+        return exchange + messages[0] + sum(map(max, work, in_transit)) + returned[-1]
 
     def compute(self, i: int, backward: bool) -> float:
         m, pairs = self.m, self.rounds[i].pairs
@@ -296,6 +296,6 @@ class _Rank:
         moved = m.merge * merged
         if backward:
             dq = merged // self.v.shape[-1] * self.q.shape[-1]
-            moved = m.backward_merge * (dq + (self.home[i] if len(self.rounds) > 1 else 0))
+            moved = m.backward_merge * (dq + (self.returned[i] if len(self.rounds) > 1 else 0))
         moved += self.copied[i]
         return seconds + len(self.parts[i]) * m.launch * self.groups + moved / m.memory

@@ -19,8 +19,8 @@ from ..core import tracing
 from ..core.problem import GRADS
 
 Placements = list[Placement | None]
-Way = tuple[str, int]  # what is sharded, and its dim in q, k and v
-Ways = list[tuple[Placements, Placements]]  # placements of results and of arguments
+Sharding = tuple[str, int]  # what is sharded, and its dim in q, k and v
+Strategies = list[tuple[Placements, Placements]]  # placements of results and of arguments
 BY_BATCH = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides", "key_indices", "block_indices")
 RANK_WITH_BATCH = {
     "mask": 4,
@@ -42,7 +42,7 @@ def register_sharding_rules() -> None:
     tracing.dtensors = True
 
 
-def _register(name: str, rule: Callable[..., Ways], outputs: Callable[[list[Any]], int]) -> None:
+def _register(name: str, rule: Callable[..., Strategies], outputs: Callable[[list[Any]], int]) -> None:
     """Registers a rule for an operator.
 
     Not by torch's `register_sharding`: it takes a list of gradients for one result, and two layouts for one call.
@@ -50,61 +50,64 @@ def _register(name: str, rule: Callable[..., Ways], outputs: Callable[[list[Any]
     operator = getattr(torch.ops.tilewise, name).default
     tensors = sum("Tensor" in str(x.type) for x in operator._schema.arguments)
 
-    def strategy(schema: OpSchema) -> Any:
+    def strategy_of(schema: OpSchema) -> Any:
         args = [spec(x) for x in schema.args_schema]
         count = outputs(args)
-        ways = rule(args, dict(schema.kwargs_schema))
-        both = [(results * count if len(results) == 1 else results) + inputs for results, inputs in ways]
-        made = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, both, input_index=count)
+        placements = [
+            (results * count if len(results) == 1 else results) + inputs
+            for results, inputs in rule(args, dict(schema.kwargs_schema))
+        ]
+        strategies = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, placements, input_index=count)
         if name == "attention_backward" and count == 1:  # one result, but in a list
-            for each in made.strategies:
-                each.output_specs = (each.output_specs,)  # type: ignore[assignment]
-        return made
+            for strategy in strategies.strategies:
+                strategy.output_specs = (strategy.output_specs,)  # type: ignore[assignment]
+        return strategies
 
     def spec(x: Any) -> Any:
         return x.strategies[0].output_spec if isinstance(x, OpStrategy) else x
 
     info = RuntimeSchemaInfo(tensors, ["layout"], needs_pytree=True)
-    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(operator, strategy, info)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(operator, strategy_of, info)
 
 
-def _forward(tensors: list[Any], options: dict[str, Any]) -> Ways:
+def _forward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
     named = dict(zip(ops.NAMES["attention"], tensors, strict=False))
-    placed = [_placed(named, how) for how in _ways(named, options)]
-    return [([each["q"]], list(each.values())) for each in placed]
+    placed = [_placed(named, sharding) for sharding in _shardings(named, options)]
+    return [([placements["q"]], list(placements.values())) for placements in placed]
 
 
-def _backward(tensors: list[Any], options: dict[str, Any]) -> Ways:
+def _backward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
     *tensors, grads = tensors
     named = dict(zip(("q", "k", "v", *ops.BACKWARD), tensors, strict=True))
-    found: Ways = []
-    for how in _ways(named, options):
-        placed = _placed(named, how)
-        whole: Placement = Replicate() if how[0] == "whole" else Partial()
-        at = [placed[name] for name in GRADS if name in grads.split(",")]
-        found.append(([whole if isinstance(x, Replicate) else x for x in at], [*placed.values(), None]))
-    return found
+    strategies: Strategies = []
+    for sharding in _shardings(named, options):
+        placed = _placed(named, sharding)
+        summed: Placement = Replicate() if sharding[0] == "whole" else Partial()  # of a replicated input
+        inputs = [placed[name] for name in GRADS if name in grads.split(",")]
+        results = [summed if isinstance(x, Replicate) else x for x in inputs]
+        strategies.append((results, [*placed.values(), None]))
+    return strategies
 
 
-def _ways(named: dict[str, Any], options: dict[str, Any]) -> list[Way]:
+def _shardings(named: dict[str, Any], options: dict[str, Any]) -> list[Sharding]:
     """Replicated, by batch rows, by heads."""
     q, k = named["q"], named["k"]
     head = 2 if options.get("layout") == "blhd" else 1
-    ways = [("whole", 0), ("batch", 0)]
+    shardings = [("whole", 0), ("batch", 0)]
     if k.shape[head] % k.mesh.size() == 0 and q.shape[head] % k.shape[head] == 0:
-        ways.append(("heads", head))
-    return ways
+        shardings.append(("heads", head))
+    return shardings
 
 
-def _placed(named: dict[str, Any], how: Way) -> dict[str, Placement | None]:
+def _placed(named: dict[str, Any], sharding: Sharding) -> dict[str, Placement | None]:
     """Each tensor's placement; None for those that were not given."""
-    return {name: None if x is None else _of(name, x.shape, how) for name, x in named.items()}
+    return {name: None if x is None else _placement(name, x.shape, sharding) for name, x in named.items()}
 
 
-def _of(name: str, shape: Sequence[int], how: Way) -> Placement:
-    if how[0] == "whole":
+def _placement(name: str, shape: Sequence[int], sharding: Sharding) -> Placement:
+    if sharding[0] == "whole":
         return Replicate()
-    kind, dim = how
+    kind, dim = sharding
     if name in ("q", "k", "v", "out", "lse", "dout", "dlse"):
         return Shard(dim)
     if kind == "batch":

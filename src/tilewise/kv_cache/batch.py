@@ -14,7 +14,7 @@ from ..core.problem import CascadeProblem
 from ..dispatch import planner
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .attending import attend, is_seq_major, refuse
+from .attend_call import attend, is_seq_major, refuse
 from .cascade import AGAINST, Group, Split, run, shared
 from .formats import flag, token_bytes
 from .upload import pieces

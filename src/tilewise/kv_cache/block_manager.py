@@ -67,13 +67,13 @@ class Sequences:
         known = np.arange(self.page_size) < tokens_of_pages(self, self.known)[:, None]
         return np.where(known, self.ids, 0)
 
-    def slot(self, argument: str, given: object) -> int:
-        number = integer(given)
+    def slot(self, argument: str, sequence: object) -> int:
+        number = integer(sequence)
         slot = None if number is None else self.slot_of.get(number)
         if slot is None:
             was = number is not None and 0 <= number < self.created
             remedy = "it was freed" if was else "create, fork and prefix_match give ids"
-            raise InvalidArgument(argument, repr(given), "a live sequence", remedy)
+            raise InvalidArgument(argument, repr(sequence), "a live sequence", remedy)
         return int(slot)
 
     def slots(self, numbers: list[int]) -> tuple[np.ndarray, torch.Tensor]:
@@ -115,9 +115,9 @@ class Sequences:
         self.table.set_row(slot, pages)
         return number, slot
 
-    def fork(self, argument: str, given: object) -> int:
-        source = self.slot(argument, given)
-        self.check_written(argument, given, source)
+    def fork(self, argument: str, sequence: object) -> int:
+        source = self.slot(argument, sequence)
+        self.check_written(argument, sequence, source)
         number, slot = self.create(self.pages(source).copy())
         for x in (self.length, self.known, self.node, self.depth, *self.written):
             x[slot] = x[source]
@@ -128,10 +128,10 @@ class Sequences:
         P, index = self.page_size, self.pool.index
         node, pages = ROOT, []
         for start in range(0, len(ids) - P + 1, P):
-            found = index.find(node, ids[start : start + P].tobytes())
-            if found is None:
+            child = index.find(node, ids[start : start + P].tobytes())
+            if child is None:
                 break
-            node = found
+            node = child
             pages.append(index.nodes[node].page)
         number, slot = self.create(np.array(pages, dtype=np.int32))
         self.length[slot] = self.known[slot] = self.written[:, slot] = P * len(pages)

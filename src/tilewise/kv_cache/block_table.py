@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .attending import rounded
+from .attend_call import rounded
 from .block_loops import compiled, copy_rows
 from .upload import upload
 

@@ -21,7 +21,7 @@ from ..core.tensors import Shared
 from ..dispatch import pairs
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
-from .attending import into
+from .attend_call import copy_to_out
 from .block_loops import compiled, merge_rows
 from .upload import upload
 
@@ -83,12 +83,12 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
         """The same for each set of members that share one more page."""
         members = members[full[members] > column]
         pages, which, counts = np.unique(table[members, column], return_inverse=True, return_counts=True)
-        total, found = 0.0, []
+        total, chosen = 0.0, []
         for i in np.flatnonzero(counts > 1) if len(pages) else ():
             value, groups = best(members[which == i], column + 1)
             total += value
-            found += groups
-        return total, found
+            chosen += groups
+        return total, chosen
 
     return split(np.arange(len(full)), 0)[1]
 
@@ -106,7 +106,7 @@ class Split:
     lengths: torch.Tensor  # int32 [groups]: tokens of the prefixes
     pages: int  # prefix pages of every sequence, if all have the same number
     shift: torch.Tensor | None  # int64 [B, 1]: prefix pages of each sequence, if not
-    taken: torch.Tensor  # int32 [B]: prefix tokens of each sequence
+    prefix_tokens: torch.Tensor  # int32 [B]
 
     @classmethod
     def of(cls, groups: list[Group], table: np.ndarray, counts: np.ndarray, page_size: int, device: Any) -> Split:
@@ -126,7 +126,7 @@ class Split:
             tables[i, : group.pages] = table[group.members[0], : group.pages]
         in_order = bool((np.diff(order) == 1).all())
         alike = bool((pages == pages[0]).all())
-        cu_on_device, prefixes, taken = upload(device, cu, lengths, pages * page_size)
+        cu_on_device, prefixes, prefix_tokens = upload(device, cu, lengths, pages * page_size)
         rows_in_order = torch.from_numpy(order)
         return cls(
             groups=groups,
@@ -138,7 +138,7 @@ class Split:
             lengths=prefixes,
             pages=int(pages[0]) if alike else 0,
             shift=None if alike else torch.from_numpy(pages)[:, None].to(device),
-            taken=taken,
+            prefix_tokens=prefix_tokens,
         )
 
     def rest_of(self, table: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ def run(
     rows = q if packed else (q if seq_major == "blhd" else q.transpose(1, 2)).flatten(0, 1)  # [T, H, D]
     ordered = rows if split.order is None else rows[split.order]
     shared = Shared(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
-    tables = (split.rest_of(block_table), context_lens - split.taken, cu_seqlens)
+    tables = (split.rest_of(block_table), context_lens - split.prefix_tokens, cu_seqlens)
     state = pairs.attend(rows, *operands, shared, tables, longest, options)
     if state is None:
         head = _call(ordered, operands, shared.tables, shared.max_q, options | pairs.NOT_SHARED)
@@ -195,5 +195,5 @@ def run(
         if seq_major != "blhd":
             state = AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
     if out is not None:
-        state = AttentionState(into(out, state.out), state.lse)
+        state = AttentionState(copy_to_out(out, state.out), state.lse)
     return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)

@@ -65,53 +65,53 @@ def new_rows(cache: PagedKVCache, k: Any, v: Any, counts: np.ndarray) -> tuple[t
     return k, v, packed
 
 
-def ints(name: str, given: Any, expected: str) -> np.ndarray:
+def ints(name: str, source: Any, expected: str) -> np.ndarray:
     """A list, array or tensor of ints as a NumPy array; bools are refused."""
     try:
-        if isinstance(given, torch.Tensor):
-            given = given.cpu().numpy()
-        values = np.asarray(given)
+        if isinstance(source, torch.Tensor):
+            source = source.cpu().numpy()
+        values = np.asarray(source)
     except (ValueError, TypeError, RuntimeError):
-        raise InvalidArgument(name, repr(given), expected) from None
+        raise InvalidArgument(name, repr(source), expected) from None
     if values.size and values.dtype.kind not in "iu":
         raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
-    if isinstance(given, (list, tuple)) and bool in set(map(type, given)):
+    if isinstance(source, (list, tuple)) and bool in set(map(type, source)):
         raise InvalidArgument(name, "a bool among ints", expected)
     return values
 
 
-def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.ndarray:
+def counts(name: str, source: Any, batch: int, most: int | None = None) -> np.ndarray:
     """New tokens of each sequence, or one number for all, as int64 `[batch]`."""
     limit = MOST if most is None else most
-    number = None if getattr(given, "shape", ()) else integer(given)
+    number = None if getattr(source, "shape", ()) else integer(source)
     if number is not None and 0 <= number <= limit:
         return np.full(batch, number, dtype=np.int64)
     expected = f"ints, one for each of {batch} rows"
-    values = ints(name, given if number is None else [number] * batch, expected)
+    values = ints(name, source if number is None else [number] * batch, expected)
     if values.shape != (batch,):
         raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
     wrong = (values < 0) | (values > limit)
     if wrong.any():
         bad = int(np.argmax(wrong))
-        wanted = f"0 to {limit}" + ("" if most is None else ", the rows that were given")
-        raise InvalidArgument(f"{name}[{bad}]", int(values[bad]), wanted)
+        allowed = f"0 to {limit}" + ("" if most is None else ", the rows that were given")
+        raise InvalidArgument(f"{name}[{bad}]", int(values[bad]), allowed)
     return values.astype(np.int64)
 
 
-def offsets(given: Any, batch: int) -> np.ndarray:
+def offsets(source: Any, batch: int) -> np.ndarray:
     """`q_offset` of each row, as int64 `[batch]`."""
     expected = f"None, an int or ints, one for each of {batch} rows"
-    number = None if getattr(given, "shape", ()) else integer(given)
-    values = ints("q_offset", given if number is None else [number] * batch, expected)
+    number = None if getattr(source, "shape", ()) else integer(source)
+    values = ints("q_offset", source if number is None else [number] * batch, expected)
     if values.shape != (batch,):
         raise InvalidArgument("q_offset", f"{values.dtype} of shape {values.shape}", expected)
     return values.astype(np.int64)
 
 
-def dtype(given: Any) -> torch.dtype:
-    if not isinstance(given, torch.dtype):
-        raise InvalidArgument("dtype", repr(given), "a torch.dtype")
-    return given
+def dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise InvalidArgument("dtype", repr(value), "a torch.dtype")
+    return value
 
 
 def index(name: str, value: Any, size: int, what: str) -> int:
@@ -121,12 +121,12 @@ def index(name: str, value: Any, size: int, what: str) -> int:
     return number
 
 
-def indices(name: str, given: Any, size: int) -> np.ndarray:
+def indices(name: str, source: Any, size: int) -> np.ndarray:
     """Indices below `size`, in any order, as int64 `[n]`."""
     expected = f"ints from 0 to {size - 1}"
-    values = ints(name, given, expected)
+    values = ints(name, source, expected)
     if values.ndim != 1 or bool(((values < 0) | (values >= size)).any()):
-        raise InvalidArgument(name, repr(given), expected)
+        raise InvalidArgument(name, repr(source), expected)
     return values.astype(np.int64)
 
 
@@ -165,13 +165,13 @@ def new_ids(tokens: Any, counts: np.ndarray) -> np.ndarray | None:
 def sequence_ids(sequences: Any) -> list[int]:
     """One sequence id or several, as a list."""
     try:
-        given = sequences.tolist() if hasattr(sequences, "tolist") else sequences
-        several = [given] if hasattr(given, "__index__") else list(given)
+        plain = sequences.tolist() if hasattr(sequences, "tolist") else sequences
+        ids = [plain] if hasattr(plain, "__index__") else list(plain)
     except (TypeError, RuntimeError):
-        several = [None]
-    if set(map(type, several)) <= {int}:
-        return several
-    numbers = [number for number in map(integer, several) if number is not None]
-    if len(numbers) < len(several):
+        ids = [None]
+    if set(map(type, ids)) <= {int}:
+        return ids
+    numbers = [number for number in map(integer, ids) if number is not None]
+    if len(numbers) < len(ids):
         raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids")
     return numbers

@@ -17,7 +17,7 @@ from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
 from . import checks, copies, hadamard, ring
-from .attending import attend, into, is_seq_major, refuse, rounded
+from .attend_call import attend, copy_to_out, is_seq_major, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows
@@ -267,9 +267,9 @@ class KVCache:
         q_first = checks.offsets(offset, self.batch)
         ring.check(first, q_first, self.capacity, options)
         if ring.order_does_not_matter(first, length, self.capacity, q_rows, options):
-            held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
+            kv_lengths = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
             operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
-            return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
+            return attention(q, *operands, kv_lengths=kv_lengths, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         back, q = returner(q), to_tensor("q", q)
@@ -285,5 +285,5 @@ class KVCache:
             options["sinks"] = None  # once
         state = states[0] if len(states) == 1 else merge(states)
         if out is not None:
-            state = AttentionState(into(out, state.out), state.lse)
+            state = AttentionState(copy_to_out(out, state.out), state.lse)
         return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)

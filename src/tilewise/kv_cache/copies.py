@@ -47,17 +47,17 @@ def gathered(cache: KVCache, rows: np.ndarray | None, start: int, capacity: int)
     slots = capacity if cache.ring else int(length.max(initial=0))
     tensors = (named_tensors(x.store.k, x.store.v) for x in (new, cache))
     for (_, to), (_, source) in zip(*tensors, strict=True):
-        to, held = as_bytes(to)[:, :, :slots], as_bytes(source)[:, :, start : start + slots]
+        to, stored = as_bytes(to)[:, :, :slots], as_bytes(source)[:, :, start : start + slots]
         if rows is None:
-            to.copy_(held)
+            to.copy_(stored)
         else:
             for row, which_row in enumerate(rows.tolist()):  # torch's index would copy twice
-                to[row].copy_(held[which_row])
+                to[row].copy_(stored[which_row])
     return new
 
 
-def _state(cache: Any, held: dict[str, torch.Tensor]) -> dict[str, Any]:
-    bits = {name: as_bytes(x) for name, x in held.items()}  # torch cannot unpickle float8
+def _state(cache: Any, stored: dict[str, torch.Tensor]) -> dict[str, Any]:
+    bits = {name: as_bytes(x) for name, x in stored.items()}  # torch cannot unpickle float8
     return _own(cache) | {"device": str(cache.device), "held": bits}
 
 
@@ -68,25 +68,25 @@ def rows_state(cache: KVCache) -> dict[str, Any]:
 
 def set_rows(cache: KVCache, state: dict[str, Any]) -> None:
     state = dict(state)
-    held, length, first = (state.pop(name) for name in ("held", "_length", "_first"))
+    stored, length, first = (state.pop(name) for name in ("held", "_length", "_first"))
     vars(cache).update(state | {"device": torch.device(state["device"])})
     cache.store = RowStore(*empty_rows(cache), length.copy(), first.copy())
     for name, x in named_tensors(cache.store.k, cache.store.v):
-        part = held[name].to(cache.device)
+        part = stored[name].to(cache.device)
         as_bytes(x)[:, :, : part.shape[2]] = part
 
 
 def pages_state(cache: PagedKVCache) -> dict[str, Any]:
     """What a pickle of a `PagedKVCache` holds."""
-    pages, held = held_pages(cache)
-    return _state(cache, held) | {"_sequences": cache.store.sequences, "pages": pages}
+    pages, stored = held_pages(cache)
+    return _state(cache, stored) | {"_sequences": cache.store.sequences, "pages": pages}
 
 
 def set_pages(cache: PagedKVCache, state: dict[str, Any]) -> None:
     state = dict(state)
-    held, sequences, pages = (state.pop(name) for name in ("held", "_sequences", "pages"))
+    stored, sequences, pages = (state.pop(name) for name in ("held", "_sequences", "pages"))
     vars(cache).update(state | {"device": torch.device(state["device"])})
     cache.store = PageStore(*empty_pages(cache), sequences)
     at = torch.from_numpy(pages).to(cache.device)
     for name, x in named_tensors(cache.store.k, cache.store.v):
-        as_bytes(x)[:, at] = held[name].to(cache.device)
+        as_bytes(x)[:, at] = stored[name].to(cache.device)

@@ -15,7 +15,7 @@ from ..core.eager import eager
 from ..core.kv_store import Store
 from ..errors import InvalidArgument
 from . import checks, copies, hadamard, transfer
-from .attending import is_seq_major
+from .attend_call import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
 from .formats import MOST_LAYERS, check_rotation, described, flag, formats_of, room, size, token_bytes

@@ -19,7 +19,7 @@ from ..core.kv_store import Places
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .attending import attend, refuse
+from .attend_call import attend, refuse
 from .batch import Batch
 from .formats import operand
 from .upload import blocks, pieces

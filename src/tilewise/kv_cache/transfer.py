@@ -57,11 +57,10 @@ def export(
         ids = sequences.ids[pages].reshape(-1)[:known].copy()
         tensors = {}
         for name, x in named_tensors(cache.store.k, cache.store.v):
-            held = as_bytes(x)[
-                layers[0] : layers[1], :, :, heads[0] : heads[1]
-            ]  # [layers, pages, page_size, heads, ...]
-            parts = [held[:, first : first + count] for first, count in runs(pages)]
-            rows = torch.cat(parts, 1) if parts else held[:, :0]
+            # [layers, pages, page_size, heads, ...]
+            data = as_bytes(x)[layers[0] : layers[1], :, :, heads[0] : heads[1]]
+            parts = [data[:, first : first + count] for first, count in runs(pages)]
+            rows = torch.cat(parts, 1) if parts else data[:, :0]
             tensors[name] = rows.flatten(1, 2)[:, :length].contiguous().view(x.dtype)
     tensors["ids"] = torch.from_numpy(ids)
     about = formats(cache) | {
@@ -82,7 +81,7 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
     if not parts:
         raise InvalidArgument("parts", "none", "one or more (manifest, tensors)")
     first_head = _first_head(cache, first_head)
-    there = np.zeros((cache.layers, cache.kv_heads), dtype=bool)
+    covered = np.zeros((cache.layers, cache.kv_heads), dtype=bool)
     for i, part in enumerate(parts):
         if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[1], Mapping):
             raise InvalidArgument(
@@ -105,9 +104,9 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
         if (about["tokens"], about["known"]) != (length, known):
             raise InvalidArgument(f"parts[{i}]", f"{about['tokens']} tokens", f"{length}, as parts[0]")
         (layer, end), (head, last) = about["layers"], (x - first_head for x in about["heads"])
-        there[layer:end, max(head, 0) : max(last, 0)] = True
-    if not there.all():
-        layer, head = np.argwhere(~there)[0]
+        covered[layer:end, max(head, 0) : max(last, 0)] = True
+    if not covered.all():
+        layer, head = np.argwhere(~covered)[0]
         given = f"nothing of layer {layer}, head {first_head + head}"
         raise InvalidArgument(
             "parts", given, "all layers and heads of the cache", "first_head= is that of its first head"
@@ -142,10 +141,10 @@ def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tup
         given = about.get(name) if isinstance(about, Mapping) else f"of a {type(about).__name__}"
         return InvalidArgument(where, f"{name} {given!r}", want, "hand in the manifest that export gave")
 
-    mine = formats(cache)
+    own_formats = formats(cache)
     for name in SAME:
-        if not isinstance(about, Mapping) or about.get(name) != mine.get(name):
-            raise refuse(name, f"{mine.get(name)!r}, as the cache has")
+        if not isinstance(about, Mapping) or about.get(name) != own_formats.get(name):
+            raise refuse(name, f"{own_formats.get(name)!r}, as the cache has")
     counts: dict[str, int] = {}
     for name, most in (("layers", cache.layers), ("heads", MOST_HEADS)):
         x = about.get(name)
@@ -162,11 +161,11 @@ def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tup
     room = cache.num_pages * cache.page_size
     if tokens > room:
         raise CacheFull(f"a sequence of {tokens} tokens does not fit into a cache of {room}. Nothing has changed")
-    found = {
+    shapes = {
         name: ((counts["layers"], tokens, counts["heads"], *x.shape[4:]), x.dtype)
         for name, x in named_tensors(cache.store.k, cache.store.v)
     }
-    return found | {"ids": ((known,), torch.from_numpy(cache.store.sequences.ids[:0]).dtype)}
+    return shapes | {"ids": ((known,), torch.from_numpy(cache.store.sequences.ids[:0]).dtype)}
 
 
 def _put(
@@ -188,12 +187,12 @@ def _put(
             at += tokens
 
 
-def _range(name: str, given: Any, most: int) -> tuple[int, int]:
-    ends = (0, most) if given is None else tuple(map(integer, given)) if isinstance(given, (tuple, list)) else ()
-    if len(ends) != 2 or ends[0] is None or ends[1] is None or not 0 <= ends[0] < ends[1] <= most:
-        raise InvalidArgument(name, repr(given), f"a range (first, end) within 0 to {most}")
-    return ends[0], ends[1]
+def _range(name: str, ends: Any, most: int) -> tuple[int, int]:
+    pair = (0, most) if ends is None else tuple(map(integer, ends)) if isinstance(ends, (tuple, list)) else ()
+    if len(pair) != 2 or pair[0] is None or pair[1] is None or not 0 <= pair[0] < pair[1] <= most:
+        raise InvalidArgument(name, repr(ends), f"a range (first, end) within 0 to {most}")
+    return pair[0], pair[1]
 
 
-def _first_head(cache: PagedKVCache, given: Any) -> int:
-    return size("first_head", given, 0, max(0, MOST_HEADS - cache.kv_heads))
+def _first_head(cache: PagedKVCache, value: Any) -> int:
+    return size("first_head", value, 0, max(0, MOST_HEADS - cache.kv_heads))

@@ -16,11 +16,11 @@ def blocks(*sizes: int) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def pieces(block: Any, *sizes: int) -> list[Any]:
     """The same pieces of a block, which is an array or a tensor."""
-    found, start = [], 0
+    parts, start = [], 0
     for n in sizes:
-        found.append(block[start : start + n])
+        parts.append(block[start : start + n])
         start += n + 3 & ~3
-    return found
+    return parts
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

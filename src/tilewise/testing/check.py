@@ -44,8 +44,8 @@ def on_host(call: Call) -> Call:
     """The call on a device with float64: an Apple GPU has none."""
     if call.problem.device.type != "mps":
         return call
-    held: dict[str, Any] = {f.name: getattr(call.tensors, f.name) for f in fields(call.tensors)}
-    moved: dict[str, Any] = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in held.items()}
+    attributes: dict[str, Any] = {f.name: getattr(call.tensors, f.name) for f in fields(call.tensors)}
+    moved: dict[str, Any] = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in attributes.items()}
     tensors = Tensors(**moved)
     return replace(call, problem=replace(call.problem, device=torch.device("cpu")), tensors=tensors)
 
@@ -77,17 +77,17 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
     covered = torch.zeros(out.shape[2], dtype=torch.bool, device="cpu")
-    found, own = [], [(0.0, 0.0)]
+    exact_rows, own_errors = [], [(0.0, 0.0)]
     for seq in sequences(p, call.tensors):
         exact = attend(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         covered[rows] = True
-        found.append(((seq.row, slice(None), rows), exact.out, exact.lse))
+        exact_rows.append(((seq.row, slice(None), rows), exact.out, exact.lse))
         if errors is None:
-            own.append(_errors(seq, exact))
-    out_error, lse_error = errors or (max(e[0] for e in own), max(e[1] for e in own))
+            own_errors.append(_errors(seq, exact))
+    out_error, lse_error = errors or (max(e[0] for e in own_errors), max(e[1] for e in own_errors))
     verdicts = [Verdict(0.0, 0.0)]
-    for place, exact_out, exact_lse in found:
+    for place, exact_out, exact_lse in exact_rows:
         verdicts.append(judge("out", out[place], exact_out, factor * out_error, p.q_dtype))
         verdicts.append(judge("lse", lse[place], exact_lse, factor * lse_error, torch.float32))
     if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
@@ -159,15 +159,15 @@ def check_repeats(
     first, within `around`. The repeats run twice and without checks of values, so that they come from the call cache:
     they must give the same bits. All are `sized`, so that a GPU has one plan for them.
     """
-    judged = {each: _poisoned(each, backend, device, draws, sized=True) for each in (case, change)}
-    for each in (case, change, case):
-        inputs = make(each, device, sized=True)
+    judged = {variant: _poisoned(variant, backend, device, draws, sized=True) for variant in (case, change)}
+    for variant in (case, change, case):
+        inputs = make(variant, device, sized=True)
         with around():
             states = [inputs.call(backend, return_lse=True, validate=False) for _ in range(2)]
         for state in states:
-            for got, want in zip(inputs.common_state(state), judged[each][1], strict=True):
+            for got, want in zip(inputs.common_state(state), judged[variant][1], strict=True):
                 if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
-                    raise Mismatch(f"{each}: a call that was remembered gave other bits than the first")
+                    raise Mismatch(f"{variant}: a call that was remembered gave other bits than the first")
     return max((verdict for verdict, _ in judged.values()), key=lambda v: v.error / max(v.bound, 1e-300))
 
 

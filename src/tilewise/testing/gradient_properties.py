@@ -109,11 +109,11 @@ def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
             made = make_gradients(case, device)
             clean = kept(made, backend)
             call = made.call
-            seen = next(visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward))[0]  # [Lq, Lk]
+            visible = next(visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward))[0]  # [Lq, Lk]
             for name, unseen, gone in (
-                ("k", ~seen[:, 40], ("q",)),
-                ("v", ~seen[:, 40], ("q",)),
-                ("q", ~seen[40], ("k", "v")),
+                ("k", ~visible[:, 40], ("q",)),
+                ("v", ~visible[:, 40], ("q",)),
+                ("q", ~visible[40], ("k", "v")),
             ):
                 for filler in (float("nan"), float("inf")):
                     got = _with_filler(make_gradients(case, device), name, filler, backend)
@@ -136,7 +136,7 @@ def rules_equal_masks(backend: str | None, device: str) -> None:
     for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, strided):
         made = make_gradients(Case(Lq=60, Lk=90, **rules), device, grads=("q", "k", "v"))
         call = made.call
-        seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward)])
-        call.tensors.forward.mask = seen
+        visible = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward)])
+        call.tensors.forward.mask = visible
         call.problem = replace(call.problem, rules=NO_RULES, mask=MaskSpec(torch.bool, (False,) * 4))
         judge_gradients(made, made.run(backend))

@@ -145,25 +145,25 @@ def _error_of_draws(made: Gradients, name: str, draws: int) -> float:
 
 def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -> None:
     """Rows that see no key, keys that no row sees and hidden cells of a mask must have gradients of exactly 0."""
-    seen = {name: torch.zeros(x.shape, dtype=torch.bool, device=x.device) for name, x in got.items()}
+    reached = {name: torch.zeros(x.shape, dtype=torch.bool, device=x.device) for name, x in got.items()}
     for seq in sequences(p, b.forward):
         cells = visible_cells(seq)
         kv_row = 0 if p.form == "varlen" else seq.b
         if "q_bias" in got:
-            seen["q_bias"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)
+            reached["q_bias"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)
         if "k_bias" in got:
-            seen["k_bias"][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len] |= cells.any(1)
+            reached["k_bias"][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len] |= cells.any(1)
         for name in set(got) & {"k", "v"}:
-            keys = seen[name][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len]
+            keys = reached[name][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len]
             keys |= cells.any(1).unflatten(0, (p.kv_heads, p.group)).any(1)[..., None]
         if "q" in got:
-            seen["q"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)[..., None]
+            reached["q"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)[..., None]
         if "mask" in got and p.mask is not None:
             for dim, one in enumerate(p.mask.broadcast[1:]):
                 cells = cells.any(dim, keepdim=True) if one else cells
-            seen["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] |= cells
+            reached["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] |= cells
     for name in set(got) & {"q", "k", "v", "mask", "q_bias", "k_bias"}:
-        if bool((got[name][~seen[name]] != 0).any()):
+        if bool((got[name][~reached[name]] != 0).any()):
             raise Mismatch(f"d{name}: what is hidden must get exactly 0")
 
 

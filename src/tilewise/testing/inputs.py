@@ -81,10 +81,10 @@ class Maker(Tensors):
             options["alibi_slopes"] = slopes * steps if c.alibi == "bh" else slopes
         lengths = {"q_bias": c.q_lengths or (c.Lq,), "k_bias": c.lengths if c.form == "varlen" else (c.keys,)}
         packed = {"q_bias": bool(c.q_lengths), "k_bias": c.form == "varlen"}
-        for name, each in lengths.items():
+        for name, of_rows in lengths.items():
             if dims := getattr(c, name):
                 sizes = [{"b": batch, "h": c.H, "1": 1}[dim] for dim in dims]
-                options[name] = self.bias(name, sizes, sum(each), packed[name])
+                options[name] = self.bias(name, sizes, sum(of_rows), packed[name])
         if c.sinks:
             options["sinks"] = self.sinks().to(self.device)
         if c.mask:
@@ -156,13 +156,13 @@ class Maker(Tensors):
     def tree(self, batch: int) -> torch.Tensor:
         """A tree mask: each query's parent is a random earlier one; some are detached, and see no node."""
         n = self.case.queries
-        seen = torch.eye(n, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
+        visible = torch.eye(n, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
         for b in range(batch):
             for i in range(1, n):
                 parent = int(torch.randint(i, (1,), generator=self.random))
-                seen[b, i] |= seen[b, parent]
-        seen[:, 3::7] = False
-        return seen
+                visible[b, i] |= visible[b, parent]
+        visible[:, 3::7] = False
+        return visible
 
     def positions(self, tree: torch.Tensor, batch: int) -> torch.Tensor:
         """The positions of nodes: their depths, after the keys before the tree; shared if all have as many."""
@@ -176,23 +176,23 @@ class Maker(Tensors):
         c = self.case
         sizes = {"b": batch, "h": c.H, "q": c.queries, "k": c.keys, "1": 1}
         full = [sizes[dim] for dim in c.mask]
-        seen = torch.rand(full, generator=self.random, dtype=torch.float32, device="cpu") < 0.6
+        visible = torch.rand(full, generator=self.random, dtype=torch.float32, device="cpu") < 0.6
         rows, keys = full[-2:]
         i, j = torch.arange(rows, device="cpu")[:, None], torch.arange(keys, device="cpu")[None, :]
         if c.pattern == "blocks":
-            seen = ((i // 24 + j // 40) % 3 == 0).expand(full).clone()
+            visible = ((i // 24 + j // 40) % 3 == 0).expand(full).clone()
         elif c.pattern == "tree":  # each query sees all keys before the tree, itself and its ancestors
-            seen = (
+            visible = (
                 ((j < keys - rows) | (i - (j - keys + rows) == 0) | ((i // 2) == (j - keys + rows)))
                 .expand(full)
                 .clone()
             )
         elif c.pattern in ("rows", "least"):
-            seen[..., ::3, :] = False
+            visible[..., ::3, :] = False
         elif c.pattern == "near":
-            seen[:] = True
+            visible[:] = True
         if c.mask_kind == "bool":
-            return (permuted(seen) if c.strides == "permuted" else seen).to(self.device)
+            return (permuted(visible) if c.strides == "permuted" else visible).to(self.device)
         dtype = FLOATS[c.mask_kind]
         bias = self.normal(*full)
         if c.pattern == "blocks":
@@ -200,5 +200,5 @@ class Maker(Tensors):
         elif c.pattern == "near":
             bias = bias.sign() * 2e-3
         hidden = torch.finfo(dtype).min if c.pattern == "least" else -torch.inf
-        bias = torch.where(seen, bias, hidden).to(dtype)
+        bias = torch.where(visible, bias, hidden).to(dtype)
         return (permuted(bias) if c.strides == "permuted" else bias).to(self.device)

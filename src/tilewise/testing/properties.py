@@ -94,19 +94,19 @@ def unused_table_entries_do_not_matter(backend: str | None, device: str) -> None
 def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
     """A hidden key does not affect a row, even if other rows of its tile see it."""
     q, k, v = (torch.randn(1, h, 70, 32, generator=torch.Generator().manual_seed(1)).to(device) for h in (4, 2, 2))
-    seen = torch.rand(70, 70, generator=torch.Generator().manual_seed(2)).to(device) < 0.5
+    visible = torch.rand(70, 70, generator=torch.Generator().manual_seed(2)).to(device) < 0.5
     rows = torch.arange(70, device=device)
-    seen[:, 40] = rows % 3 == 0
-    bias = torch.where(seen, 0.5, -torch.inf)
-    indices = torch.where(seen, rows, -1).to(torch.int32)[None]  # [1, Lq, Lk]
+    visible[:, 40] = rows % 3 == 0
+    bias = torch.where(visible, 0.5, -torch.inf)
+    indices = torch.where(visible, rows, -1).to(torch.int32)[None]  # [1, Lq, Lk]
     options: list[tuple[dict[str, Any], torch.Tensor]] = [
         ({"causal": True}, rows < 40),
         ({"window": (5, 3)}, (rows < 37) | (rows > 45)),
         ({"chunk": 16}, rows // 16 != 40 // 16),
-        ({"mask": seen}, ~seen[:, 40]),
-        ({"mask": bias}, ~seen[:, 40]),
-        ({"key_indices": indices}, ~seen[:, 40]),
-        ({"block_indices": indices[:, :18, ::4] // 4, "block_size": 4}, ~seen[rows // 4, 40]),
+        ({"mask": visible}, ~visible[:, 40]),
+        ({"mask": bias}, ~visible[:, 40]),
+        ({"key_indices": indices}, ~visible[:, 40]),
+        ({"block_indices": indices[:, :18, ::4] // 4, "block_size": 4}, ~visible[rows // 4, 40]),
     ]
     for option, masked in options:
         name_of = next(iter(option))
@@ -133,16 +133,16 @@ def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> 
     """The same for NaN in v, in float16 and bfloat16, if the backend supports them."""
     numbers = torch.Generator().manual_seed(1)
     wide = [torch.randn(1, h, 150, 64, generator=numbers).to(device) for h in (4, 2, 2)]
-    seen = torch.rand(150, 150, generator=numbers).to(device) < 0.5
-    seen[:, 64:128] = True  # a tile without hidden cells
+    visible = torch.rand(150, 150, generator=numbers).to(device) < 0.5
+    visible[:, 64:128] = True  # a tile without hidden cells
     rows = torch.arange(150, device=device)
     for dtype in (torch.float16, torch.bfloat16):
         q, k, v = (x.to(dtype) for x in wide)
-        bias = torch.where(seen, 0.5, -torch.inf).to(dtype)
+        bias = torch.where(visible, 0.5, -torch.inf).to(dtype)
         for option, masked in (
             ({"causal": True}, rows < 40),
-            ({"mask": seen}, ~seen[:, 40]),
-            ({"mask": bias}, ~seen[:, 40]),
+            ({"mask": visible}, ~visible[:, 40]),
+            ({"mask": bias}, ~visible[:, 40]),
         ):
             spoilt = v.clone()
             spoilt[:, :, 40] = float("nan")
@@ -205,12 +205,12 @@ def trees_hide(backend: str | None, device: str) -> None:
             clean = inputs.call(backend, return_lse=True)
         except Unsupported:
             continue
-        seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
-        check_call(call, *attention(q, k, v, mask=seen, return_lse=True, backend=backend))
+        visible = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
+        check_call(call, *attention(q, k, v, mask=visible, return_lse=True, backend=backend))
         for key, name in product((150, 200 - lq, 200 - lq + 2), "kv"):
             spoilt = {"q": q, "k": k.clone(), "v": v.clone()}
             spoilt[name][:, :, key] = float("nan")
-            hidden = ~seen[0, 0, :, key]
+            hidden = ~visible[0, 0, :, key]
             result = attention(*spoilt.values(), **inputs.options, return_lse=True, backend=backend)
             what = f"{dtype}: NaN in {name}, in rows from which a tree{' with positions' * positions} hides it"
             same(what, *(AttentionState(x.out[:, :, hidden], x.lse[:, :, hidden]) for x in (clean, result)))
@@ -262,8 +262,8 @@ def rules_equal_masks(backend: str | None, device: str) -> None:
         case = Case(Lq=60, Lk=90, **rules)
         inputs = make(case, device)
         call = inputs.checked()
-        seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
-        result = attention(*inputs.args, mask=seen, return_lse=True, backend=backend)
+        visible = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
+        result = attention(*inputs.args, mask=visible, return_lse=True, backend=backend)
         check_call(call, result.out, result.lse)
 
 

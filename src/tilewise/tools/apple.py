@@ -85,14 +85,14 @@ def facts() -> dict[str, str]:
     """Chip, system and versions, or why one is unknown."""
     name = getattr(torch.backends.mps, "get_name", None)
     cores = getattr(torch.backends.mps, "get_core_count", None)
-    found = {
+    about = {
         "chip": _sysctl("machdep.cpu.brand_string") or (_tried(name) if name else "") or "unknown",
         "GPU cores": (_tried(cores) if cores else "") or "unknown",
         "memory": f"{int(size) >> 30} GiB" if (size := _sysctl("hw.memsize")) else "unknown",
         "macOS": platform.mac_ver()[0] or f"none, this is {platform.system()}",
         "python": platform.python_version(),
     }
-    return found | {package: machine.version_of(package) or "not installed" for package in ("tilewise", "torch", "mlx")}
+    return about | {package: machine.version_of(package) or "not installed" for package in ("tilewise", "torch", "mlx")}
 
 
 def _sysctl(name: str) -> str:
@@ -218,12 +218,12 @@ def to_torch(x: Any) -> torch.Tensor:
 
 
 def lines(
-    found: Mapping[str, str], counts: Mapping[str, int], failed: Sequence[str], seconds: float, timed: Sequence[Timed]
+    about: Mapping[str, str], counts: Mapping[str, int], failed: Sequence[str], seconds: float, timed: Sequence[Timed]
 ) -> list[str]:
     """The report as text."""
     suite = f"{counts['ok']} passed, {counts['failed']} failed, {counts['unsupported']} not supported, {seconds:.0f} s"
     text = ["", "```", "tilewise on an Apple GPU"]
-    text += [f"  {name:12} {value}" for name, value in found.items()]
+    text += [f"  {name:12} {value}" for name, value in about.items()]
     text += [f"  {'conformance':12} {suite}", *(f"  failed       {name}" for name in failed)]
     text += ["  times, causal, float16:", *(f"    {row}" for row in timed)] if timed else ["  no times"]
     return [*text, "```", WHERE]

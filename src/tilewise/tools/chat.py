@@ -49,7 +49,7 @@ class Talk:
         self.model, self.attention = model, attention
         self.make_cache = make_cache or (lambda: DynamicCache(config=model.config))
         self.cache: Any = self.make_cache()
-        self.held: list[int] = []
+        self.cached: list[int] = []
 
     @torch.inference_mode()
     def answer(
@@ -64,31 +64,31 @@ class Talk:
         self.model.set_attn_implementation(self.attention)
         start = time.perf_counter()
         new = prompt[self._keep(prompt) :]
-        made = [self._step(new)]
+        tokens = [self._step(new)]
         prompt_done = time.perf_counter()
         while True:
             if show is not None:
-                show(made[-1])
-            if made[-1] == end or len(made) == most or stopped():
+                show(tokens[-1])
+            if tokens[-1] == end or len(tokens) == most or stopped():
                 break
-            made.append(self._step(made[-1:]))
-        return Answer(made, len(new), prompt_done - start, time.perf_counter() - prompt_done)
+            tokens.append(self._step(tokens[-1:]))
+        return Answer(tokens, len(new), prompt_done - start, time.perf_counter() - prompt_done)
 
     def _step(self, tokens: list[int]) -> int:
         step = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.held += tokens
+        self.cached += tokens
         return int(step.logits[0, -1].argmax())
 
     def _keep(self, prompt: list[int]) -> int:
         """Truncates the cache to the prefix that it shares with the prompt, but its last token; returns its length."""
-        pairs = zip(self.held, prompt[:-1], strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.held), len(prompt) - 1))
-        if same < len(self.held):
+        pairs = zip(self.cached, prompt[:-1], strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.cached), len(prompt) - 1))
+        if same < len(self.cached):
             try:
-                self.cache.crop(same - len(self.held))
+                self.cache.crop(same - len(self.cached))
             except (InvalidArgument, RuntimeError):  # a windowed cache has dropped those tokens
                 self.cache, same = self.make_cache(), 0
-        self.held = self.held[:same]
+        self.cached = self.cached[:same]
         return same
 
 
@@ -113,10 +113,10 @@ def chat(
         talks["SDPA"] = Talk(net, "sdpa")
     messages: list[dict[str, str]] = []
     while True:
-        asked = question if question is not None else _ask()
-        if not asked:
+        text = question if question is not None else _ask()
+        if not text:
             return 0
-        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "user", "content": text})
         prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
         if len(prompt) + most > room:
             print(f"tilewise chat: the talk has {len(prompt)} tokens, and the model no more room", file=sys.stderr)

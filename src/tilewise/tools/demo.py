@@ -89,13 +89,13 @@ def time_together(calls: Sequence[Callable[[], object]], device: torch.device, b
     times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
     while len(times[0]) < MOST_ROUNDS and (not times[0] or _since(start) < budget):
-        for call, taken in zip(calls, times, strict=True):
+        for call, seconds in zip(calls, times, strict=True):
             _wait(device)
             begin = time.perf_counter()
             call()
             _wait(device)
-            taken.append(_since(begin))
-    return [statistics.median(taken) for taken in times]
+            seconds.append(_since(begin))
+    return [statistics.median(seconds) for seconds in times]
 
 
 def describe(result: Result, refusal: str | None) -> list[str]:

@@ -42,8 +42,8 @@ DRIVER_WAIT = 10  # seconds for nvidia-smi: with a broken driver it may hang
 
 def doctor(as_json: bool = False) -> int:
     """Prints the findings; always 0."""
-    found = examine()
-    print(json.dumps(found, indent=1, default=str) if as_json else "\n".join(lines(found)))
+    facts = examine()
+    print(json.dumps(facts, indent=1, default=str) if as_json else "\n".join(lines(facts)))
     return 0
 
 
@@ -107,21 +107,21 @@ def _cpu() -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip, "devices": []}
-    found["driver"] = guarded(_driver)
-    found["apple"] = guarded(_apple)
+    facts: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip, "devices": []}
+    facts["driver"] = guarded(_driver)
+    facts["apple"] = guarded(_apple)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             of = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-            found["devices"].append({
+            facts["devices"].append({
                 "name": of.name,
                 "capability": f"{of.major}.{of.minor}",
                 "processors": of.multi_processor_count,
                 "free_gib": round(free / 2**30, 1),
                 "total_gib": round(total / 2**30, 1),
             })  # fmt: skip
-    return found
+    return facts
 
 
 def _apple() -> str | None:
@@ -248,13 +248,13 @@ def _files() -> dict[str, Any]:
     }
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(facts: Mapping[str, Any]) -> list[str]:
     """The findings as text."""
     text = []
     for section in ("versions", "system", "cpu", "gpus"):
-        text += [section, *_facts(found[section]), ""]
+        text += [section, *_facts(facts[section]), ""]
     text.append("backends, best first")
-    backends = found["backends"]
+    backends = facts["backends"]
     for name, of in backends.items() if "error" not in backends else ():
         if of.get("usable"):
             text.append(f"  {name:10} usable on {of['device']}" + (f", {of['kernels']}" if "kernels" in of else ""))
@@ -264,7 +264,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
                 text.append(f"  {'':10} remedy: {of['remedy']}")
     text += [f"  error: {backends['error']}"] if "error" in backends else []
     for section in ("libraries", "files"):
-        text += ["", section, *_facts(found[section])]
+        text += ["", section, *_facts(facts[section])]
     return text
 
 

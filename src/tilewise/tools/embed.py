@@ -21,8 +21,8 @@ EXAMPLES = (
 
 def batch(tokenizer: Any, sentences: Sequence[str]) -> dict[str, torch.Tensor]:
     """Tokens of sentences and their mask `[B, L]`, padded on the right to the longest."""
-    made = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
-    return {name: made[name] for name in ("input_ids", "attention_mask")}
+    encoded = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
 @torch.inference_mode()

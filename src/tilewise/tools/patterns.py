@@ -60,6 +60,6 @@ PATTERNS: dict[str, Callable[[int, int], torch.Tensor]] = {
 }
 
 
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The same mask as an additive one."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)

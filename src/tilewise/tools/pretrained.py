@@ -171,21 +171,21 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _write(made: GgufModel, folder: Path) -> None:
+def _write(gguf_model: GgufModel, folder: Path) -> None:
     """Writes the model folder of a GGUF file atomically: a folder that exists is complete."""
     from transformers import PreTrainedTokenizerFast
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent))
-    tokens = made.fields["tokenizer.ggml.tokens"]
-    names = {what: tokens[made.fields[f"tokenizer.ggml.{field}_token_id"]] for what, field in SPECIAL_OF.items()}
+    tokens = gguf_model.fields["tokenizer.ggml.tokens"]
+    names = {what: tokens[gguf_model.fields[f"tokenizer.ggml.{field}_token_id"]] for what, field in SPECIAL_OF.items()}
     try:
         with _no_bars():
-            _as_llama(made).save_pretrained(beside)
+            _as_llama(gguf_model).save_pretrained(beside)
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=made.tokenizer,
-            model_max_length=made.fields["llama.context_length"],
-            chat_template=made.fields.get("tokenizer.chat_template"),
+            tokenizer_object=gguf_model.tokenizer,
+            model_max_length=gguf_model.fields["llama.context_length"],
+            chat_template=gguf_model.fields.get("tokenizer.chat_template"),
             **names,
         )
         tokenizer.save_pretrained(beside)
@@ -197,11 +197,11 @@ def _write(made: GgufModel, folder: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _as_llama(made: GgufModel) -> Any:
+def _as_llama(gguf_model: GgufModel) -> Any:
     """The transformers model with a GGUF file's weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    of = {name.removeprefix("llama."): value for name, value in made.fields.items()}
+    of = {name.removeprefix("llama."): value for name, value in gguf_model.fields.items()}
     heads, kv_heads = of["attention.head_count"], of["attention.head_count_kv"]
     config = LlamaConfig(
         vocab_size=of["vocab_size"],
@@ -213,22 +213,22 @@ def _as_llama(made: GgufModel) -> Any:
         max_position_embeddings=of["context_length"],
         rms_norm_eps=of["attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": of["rope.freq_base"]},
-        tie_word_embeddings="output.weight" not in made.weights,
-        bos_token_id=made.fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=made.fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=made.fields["tokenizer.ggml.padding_token_id"],
+        tie_word_embeddings="output.weight" not in gguf_model.weights,
+        bos_token_id=gguf_model.fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=gguf_model.fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=gguf_model.fields["tokenizer.ggml.padding_token_id"],
     )
-    state = {"model.embed_tokens.weight": made.weights["token_embd.weight"]}
-    state["model.norm.weight"] = made.weights["output_norm.weight"]
+    state = {"model.embed_tokens.weight": gguf_model.weights["token_embd.weight"]}
+    state["model.norm.weight"] = gguf_model.weights["output_norm.weight"]
     for i in range(of["block_count"]):
         for theirs, name in PARTS.items():
-            w = made.weights[f"blk.{i}.{theirs}.weight"]
+            w = gguf_model.weights[f"blk.{i}.{theirs}.weight"]
             if theirs in ("attn_q", "attn_k"):
                 w = _halves(w, heads if theirs == "attn_q" else kv_heads)
             state[f"model.layers.{i}.{name}.weight"] = w
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    state["lm_head.weight"] = made.weights.get("output.weight", made.weights["token_embd.weight"])
+    state["lm_head.weight"] = gguf_model.weights.get("output.weight", gguf_model.weights["token_embd.weight"])
     model.load_state_dict(state, assign=True)
     return model
 

@@ -59,19 +59,19 @@ def show(
         series: dict[str, list[tuple[float, float]]] = {scheme: [] for scheme in schemes}
         for count in ranks:
             for scheme in schemes:
-                found = predicted(layer, length, count, scheme, backward, machine)
-                if isinstance(found, str):
-                    rows.append([f"{length:,}", str(count), scheme, "-", "-", "-", "-", found])
+                p = predicted(layer, length, count, scheme, backward, machine)
+                if isinstance(p, str):
+                    rows.append([f"{length:,}", str(count), scheme, "-", "-", "-", "-", p])
                     continue
-                sent = max(r.sent for r in found.ranks)
-                series[scheme].append((count, found.efficiency))
+                sent = max(r.sent for r in p.ranks)
+                series[scheme].append((count, p.efficiency))
                 rows.append([
-                    f"{length:,}", str(count), scheme, f"{found.efficiency:.1%}", f"{1e3 * found.seconds:.3g}",
-                    f"{found.balance:.3f}", f"{found.steps} of {found.ring}", f"{sent / 1e6:.4g}",
+                    f"{length:,}", str(count), scheme, f"{p.efficiency:.1%}", f"{1e3 * p.seconds:.3g}",
+                    f"{p.balance:.3f}", f"{p.steps} of {p.ring}", f"{sent / 1e6:.4g}",
                 ])  # fmt: skip
                 data.append({
-                    "tokens": length, "ranks": count, "scheme": scheme, "efficiency": found.efficiency,
-                    "seconds": found.seconds, "balance": found.balance, "steps": found.steps, "sent": sent,
+                    "tokens": length, "ranks": count, "scheme": scheme, "efficiency": p.efficiency,
+                    "seconds": p.seconds, "balance": p.balance, "steps": p.steps, "sent": sent,
                 })  # fmt: skip
         if any(series.values()):
             charts[f"{length:,} tokens"] = lines(series, "ranks", "share of ideal")

@@ -43,15 +43,16 @@ def show(
     other = planner.machines().get(device)
     kind = FLOATS[dtype or ("f32" if (other.device if other else device) == "cpu" else "bf16")]
     layers = known.layers if layer is None else (known.layer(layer),)
-    plans = {each: plan_of(each, rows, queries, keys, page_size, device, kind) for each in layers}
+    plans = {shown: plan_of(shown, rows, queries, keys, page_size, device, kind) for shown in layers}
     if as_json:
-        found = {"model": known.name, "device": device, "layers": {x.name: facts(made) for x, made in plans.items()}}
-        print(json.dumps(found, indent=1))
+        layer_facts = {shown.name: facts(chosen) for shown, chosen in plans.items()}
+        report = {"model": known.name, "device": device, "layers": layer_facts}
+        print(json.dumps(report, indent=1))
         return 0
     print(f"{known.name}: {known.about}")
-    for each, chosen in plans.items():
-        print(f"\n{each.name} layers: {chosen.text(every_backend)}")
-        print(picture(each, chosen, queries, keys))
+    for shown, chosen in plans.items():
+        print(f"\n{shown.name} layers: {chosen.text(every_backend)}")
+        print(picture(shown, chosen, queries, keys))
     return 0
 
 
@@ -63,8 +64,8 @@ def plan_of(layer: Layer, rows: int, queries: int, keys: int, page_size: int, de
 
     names = ("causal", "window", "chunk", "softcap", "scale")
     options: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    for name, asked in (("sinks", layer.sinks), ("alibi_slopes", layer.alibi)):
-        options[name] = empty(layer.heads, kind=torch.float32) if asked else None
+    for name, present in (("sinks", layer.sinks), ("alibi_slopes", layer.alibi)):
+        options[name] = empty(layer.heads, kind=torch.float32) if present else None
     q = empty(rows, layer.heads, queries, layer.head_dim)
     widths = (layer.head_dim, layer.value_dim or layer.head_dim)
     lengths = None
@@ -104,8 +105,8 @@ def picture(layer: Layer, chosen: Plan, queries: int, keys: int) -> str:
     tile = rows, columns
     while -(-queries // rows) * -(-keys // columns) > MOST_TILES:
         rows, columns = 2 * rows, 2 * columns
-    found = TileMap.from_spec(
+    tiles = TileMap.from_spec(
         queries, keys, (rows, columns), causal=layer.causal, window=layer.window, chunk=layer.chunk
     )
     larger = "" if (rows, columns) == tile else f"\nthe plan's tiles of {tile[0]} x {tile[1]} are merged here"
-    return f"{found}\n. skipped  ▒ some cells hidden  █ whole{larger}"
+    return f"{tiles}\n. skipped  ▒ some cells hidden  █ whole{larger}"

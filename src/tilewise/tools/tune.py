@@ -66,14 +66,14 @@ def tune(device: torch.device, quick: bool = False, to: Path | None = None, time
                 done += 1
                 continue
             seen.add(key)
-            found = search(call, timer)
+            result = search(call, timer)
             done += 1
-            if found.tile is None:
+            if result.tile is None:
                 table.pop(key, None)
             else:
-                table[key] = found.tile
+                table[key] = result.tile
             tuned.write(file, table)
-            print(f"{done:2} of {len(todo)}  {case.name:24} {found}", flush=True)
+            print(f"{done:2} of {len(todo)}  {case.name:24} {result}", flush=True)
     except KeyboardInterrupt:
         print(f"Interrupted. {done} of {len(todo)} shapes are done and kept in {file}", file=sys.stderr)
         return INTERRUPTED
@@ -82,7 +82,7 @@ def tune(device: torch.device, quick: bool = False, to: Path | None = None, time
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TuneResult:
     """The result for one shape: its best tile, or None if the heuristics' tile is as good."""
 
     tile: Config | None
@@ -102,7 +102,7 @@ def name_of(c: Config) -> str:
     return f"{c.BM}x{c.BK} w{c.warps} s{c.stages}"
 
 
-def search(call: Call, timer: Timer) -> Found:
+def search(call: Call, timer: Timer) -> TuneResult:
     """The best tile for a call; among equals the first. The heuristics' own is the first of all."""
     device = call.problem.device
     tiles = tuned.candidates(call.problem, target_of(device))
@@ -111,7 +111,7 @@ def search(call: Call, timer: Timer) -> Found:
     own_seconds = next((s for s, c in timed if c is tiles[0]), float("inf"))
     seconds, best = min(timed, key=lambda pair: pair[0])
     kept = None if seconds > CLEARLY * own_seconds else best
-    return Found(kept, seconds, tiles[0], own_seconds, len(timed))
+    return TuneResult(kept, seconds, tiles[0], own_seconds, len(timed))
 
 
 def _checked(x: Inputs) -> Call:

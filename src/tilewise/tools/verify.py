@@ -86,8 +86,8 @@ def verify(
     complete = len(results) == len(names)
     count = {status: sum(r.status == status for r in results) for status in ("ok", "failed", "unsupported")}
     seconds = time.perf_counter() - start
-    found = apple.facts() if mac else {}
-    what = found.get("chip") or (
+    machine = apple.facts() if mac else {}
+    what = machine.get("chip") or (
         torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     )
     named = backend or f"the best of {', '.join(planner.BACKENDS)}"
@@ -99,7 +99,7 @@ def verify(
     if mac and complete:
         timed = [*apple.times(device, backend), *(apple.mlx_times() if apple.has_mlx() else ())]
         failed = [f"{r.name}: {r.detail}" for r in results if r.status == "failed"]
-        print("\n".join(apple.lines(found, count, failed, seconds, timed)))
+        print("\n".join(apple.lines(machine, count, failed, seconds, timed)))
     if to is not None:
         report = {
             "tilewise": __version__,
@@ -110,7 +110,7 @@ def verify(
             "complete": complete,
             "seconds": round(seconds, 1),
             **count,
-            **({"machine": found, "times": [asdict(row) for row in timed]} if mac else {}),
+            **({"machine": machine, "times": [asdict(row) for row in timed]} if mac else {}),
             "checks": [asdict(r) for r in sorted(results, key=lambda r: r.name)],
         }
         write_or_rescue(to, json.dumps(report, indent=1) + "\n")

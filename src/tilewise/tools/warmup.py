@@ -44,14 +44,14 @@ def warmup() -> int:
 
 def cases(model: Model, length: int) -> list[Workload]:
     """A prompt of each kind of layer; the next token, over a cache and over pages."""
-    found = []
+    workloads = []
     for layer in model.layers:
-        found.append(of_layer(layer, f"{layer.name} prompt", length, length))
+        workloads.append(of_layer(layer, f"{layer.name} prompt", length, length))
         if layer.causal:  # encoders do not decode
-            found.append(of_layer(layer, f"{layer.name} token", 1, length))
+            workloads.append(of_layer(layer, f"{layer.name} token", 1, length))
             name = f"{layer.name} token from pages"
-            found.append(of_layer(layer, name, 1, length, lengths=(length,), page_size=PAGE))
-    return found
+            workloads.append(of_layer(layer, name, 1, length, lengths=(length,), page_size=PAGE))
+    return workloads
 
 
 def warm_model(name: str, device: str, dtype: str | None, length: int, train: bool) -> int:

@@ -81,8 +81,8 @@ class Workload:
 
 def of_layer(layer: Layer, name: str, q_len: int, kv_len: int, about: str = "", **sizes: Any) -> Workload:
     """A call of a model's layer."""
-    asked = {f.name: getattr(layer, f.name) for f in fields(layer) if f.name != "name"}
-    return Workload(name, about, q_len=q_len, kv_len=kv_len, **(asked | sizes))
+    layer_fields = {f.name: getattr(layer, f.name) for f in fields(layer) if f.name != "name"}
+    return Workload(name, about, q_len=q_len, kv_len=kv_len, **(layer_fields | sizes))
 
 
 def _of(model: str, layer: str, name: str, about: str, q_len: int, kv_len: int, **sizes: Any) -> Workload:
@@ -156,8 +156,8 @@ class Inputs:
         def moved(x: Any) -> Any:
             return x.cpu() if isinstance(x, torch.Tensor) else x
 
-        held = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "options"}
-        return Inputs(**held, options={name: moved(x) for name, x in self.options.items()})
+        tensors = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "options"}
+        return Inputs(**tensors, options={name: moved(x) for name, x in self.options.items()})
 
     def sequence(self, first: int, last: int) -> Inputs:
         """One packed sequence, rows `first` to `last`, as a dense call."""
@@ -248,8 +248,8 @@ def _options(case: Workload, device: torch.device, dtype: torch.dtype, numbers: 
     if case.alibi:
         options["alibi_slopes"] = alibi_slopes(case.heads, device)
     if case.mask:
-        seen = PATTERNS[case.mask](case.q_len, case.kv_len).to(device)
-        options["mask"] = additive(seen, dtype) if case.added else seen
+        visible = PATTERNS[case.mask](case.q_len, case.kv_len).to(device)
+        options["mask"] = additive(visible, dtype) if case.added else visible
     return options
 
 

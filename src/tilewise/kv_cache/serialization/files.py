@@ -85,11 +85,11 @@ def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[s
 def _check_target(path: Path) -> None:
     """Refuses devices and pipes, also behind links: a rename would replace them by a file."""
     try:
-        there = os.stat(path).st_mode
+        mode = os.stat(path).st_mode
     except OSError:  # it does not exist, or its folder does not: then creating the draft fails too
         return
-    if not stat.S_ISREG(there):
-        kind = "a folder" if stat.S_ISDIR(there) else "no plain file"
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "no plain file"
         raise refused(path, kind, "a plain file, which is replaced, or a name that is free")
 
 
@@ -120,25 +120,25 @@ def read(
     """
     path = as_path(path)
     with open(path, "rb", opener=_without_waiting) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise refused(path, "no plain file", "a file that tilewise has saved")
-        meta, entries = _header(path, file, found.st_size)
+        meta, entries = _header(path, file, status.st_size)
         if meta.get("kind") != kind:
             raise refused(path, f"a file of kind {meta.get('kind')!r}", f"kind {kind!r}")
         if meta.get("version") != VERSION:
             raise refused(path, f"version {meta.get('version')!r}", f"version {VERSION!r}, which this tilewise writes")
         about = _about(path, meta, fields, optional)
-        said = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        declared = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
         try:
-            wanted = declare(about, {name: shape for name, (shape, _) in said.items()})
+            expected = declare(about, {name: shape for name, (shape, _) in declared.items()})
         except InvalidArgument as error:
             if error.argument == "path":
                 raise
             raise refused(path, f"a description that makes no sense ({error})", "one of a cache") from None
-        _expect(path, said, wanted)
+        _expect(path, declared, expected)
         digest, tensors = _digest({name: text for name, text in meta.items() if name != "digest"}, entries), {}
-        for name, (shape, dtype) in said.items():
+        for name, (shape, dtype) in declared.items():
             x = tensors[name] = room(path, lambda s=shape, d=dtype: torch.empty(s, dtype=d, device="cpu"))  # type: ignore[misc]
             if x.numel() and file.readinto(_bytes(x)) != x.nbytes:
                 raise refused(path, "a file that became shorter meanwhile", "one that stays as it is")
@@ -181,13 +181,13 @@ def _about(path: Path, meta: dict[str, str], fields: dict[str, type], optional: 
     return about
 
 
-def _expect(path: Path, said: Shapes, wanted: Shapes) -> None:
+def _expect(path: Path, declared: Shapes, expected: Shapes) -> None:
     """Refuses a file whose tensors do not match its description."""
-    if said.keys() != wanted.keys():
-        raise refused(path, f"tensors {sorted(said)}", f"{sorted(wanted)}")
-    for name, (shape, dtype) in wanted.items():
-        if said[name] != (shape, dtype):
-            raise refused(path, f"{name} {said[name][0]} {said[name][1]}", f"{shape} {dtype}")
+    if declared.keys() != expected.keys():
+        raise refused(path, f"tensors {sorted(declared)}", f"{sorted(expected)}")
+    for name, (shape, dtype) in expected.items():
+        if declared[name] != (shape, dtype):
+            raise refused(path, f"{name} {declared[name][0]} {declared[name][1]}", f"{shape} {dtype}")
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -224,10 +224,10 @@ def _parse(text: str) -> Any:
     """Parses JSON; refuses duplicate names, of which parsers take different ones."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        parsed = dict(pairs)
+        if len(parsed) < len(pairs):
             raise ValueError("a name that is there twice")
-        return found
+        return parsed
 
     return json.loads(text, object_pairs_hook=once)
 

@@ -74,9 +74,9 @@ def _memory(device: torch.device) -> int | None:
 
 def _check_memory(path: Path, bytes_: int, device: torch.device) -> None:
     """Refuses a file that declares a cache larger than the device's memory, however small the file."""
-    there = _memory(device)
-    if there is not None and bytes_ > there:
-        raise files.refused(path, f"a cache of {bytes_} bytes", f"at most {there}, what the device has")
+    available = _memory(device)
+    if available is not None and bytes_ > available:
+        raise files.refused(path, f"a cache of {bytes_} bytes", f"at most {available}, what the device has")
 
 
 # KVCache
@@ -85,7 +85,7 @@ def _check_memory(path: Path, bytes_: int, device: torch.device) -> None:
 def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
     device = as_device(device)
 
-    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+    def declare(about: files.About, file_shapes: dict[str, files.Shape]) -> files.Shapes:
         _formats(about)  # first: sizes depend on it
         batch, capacity = size("batch", about["batch"], 0), size("capacity", about["capacity"], 1, MOST)
         slots = size("slots", about["slots"], 0, capacity)
@@ -96,8 +96,8 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
     about, tensors = files.read(path, "KVCache", ROWS, declare, OPTIONAL)
     slots, capacity = about.pop("slots"), about["capacity"]
     length, first = (tensors[name].numpy().astype(np.int64) for name in ("lengths", "first"))
-    held = length - first
-    wrong = (first < 0) | (held < 0) | (held > capacity) | (first > 0 if not about["ring"] else False)
+    tokens = length - first
+    wrong = (first < 0) | (tokens < 0) | (tokens > capacity) | (first > 0 if not about["ring"] else False)
     if wrong.any():
         b = int(np.argmax(wrong))
         given = f"row {b} with tokens {first[b]} to {length[b]}"
@@ -119,7 +119,7 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
 def load_prefix(cache: PagedKVCache, path: Path) -> int:
     mine = formats(cache) | {"layers": cache.layers}
 
-    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+    def declare(about: files.About, file_shapes: dict[str, files.Shape]) -> files.Shapes:
         for name, value in ({"latent": None} | mine).items():
             if about.get(name) != value:
                 raise files.refused(path, f"{name} {about.get(name)!r}", f"{value!r}, as the cache has")
@@ -138,13 +138,13 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
 def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCache:
     device = as_device(device)
 
-    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+    def declare(about: files.About, file_shapes: dict[str, files.Shape]) -> files.Shapes:
         _formats(about)
         layers, P = size("layers", about["layers"], 1, MOST_LAYERS), size("page_size", about["page_size"])
         pages = size("num_pages", about["num_pages"], 0, MOST)
         size("created", about["created"], 0, LARGEST)
         U, S, N, width = (
-            said.get(name, (0, 0))[dim] if len(said.get(name, (0, 0))) > dim else 0
+            file_shapes.get(name, (0, 0))[dim] if len(file_shapes.get(name, (0, 0))) > dim else 0
             for name, dim in (("ids", 0), ("sequences", 0), ("nodes", 0), ("table", 1))
         )
         size("ids", U, 0, pages)
@@ -182,7 +182,7 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
     if ((known < 0) | (known > length) | (depth < 0) | (depth > known // P)).any():
         return "more known tokens than a sequence has"
     refs = np.zeros(U, dtype=np.int64)
-    held = []
+    sequence_pages = []
     for row, n in zip(lists["table"], -(-length // P), strict=True):
         pages = row[:n]
         if n and (pages.min() < 0 or pages.max() >= U):
@@ -190,11 +190,11 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
         refs[pages] += 1
         if len(np.unique(pages)) < n:
             return "a page that is twice in a sequence"
-        held.append(pages)
+        sequence_pages.append(pages)
     if (refs[: U - kept] == 0).any() or refs[U - kept :].any():
         return "kept pages that are used, or used ones that are not"
     nodes: dict[int, tuple[int, int]] = {}
-    found: set[tuple[int, bytes]] = set()
+    prefixes: set[tuple[int, bytes]] = set()
     for number, parent, page in lists["nodes"].tolist():
         if (
             not 0 < number <= LARGEST
@@ -204,11 +204,12 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
         ):
             return "a prefix that does not follow another"
         nodes[number] = (parent, page)
-        found.add((parent, lists["ids"][page].tobytes()))
+        prefixes.add((parent, lists["ids"][page].tobytes()))
     pages_of_nodes = {page for _, page in nodes.values()}
-    if len(found) < len(nodes) or len(pages_of_nodes) < len(nodes) or not pages_of_nodes.issuperset(range(U - kept, U)):
+    unique = len(prefixes) == len(pages_of_nodes) == len(nodes)
+    if not unique or not pages_of_nodes.issuperset(range(U - kept, U)):
         return "prefixes that are known twice, or not at all"
-    for i, (pages, node, steps) in enumerate(zip(held, lists["node"].tolist(), depth.tolist(), strict=True)):
+    for i, (pages, node, steps) in enumerate(zip(sequence_pages, lists["node"].tolist(), depth.tolist(), strict=True)):
         if node != ROOT and node not in nodes:
             lists["node"][i] = LOST  # it was removed; its number would be reused
             continue

@@ -37,11 +37,11 @@ def formats(cache: Any) -> dict[str, Any]:
 def held_rows(cache: KVCache) -> dict[str, torch.Tensor]:
     """All rows up to the longest length, on the CPU; slots without a token are zeros."""
     slots = min(cache.capacity, int(cache.store.length.max(initial=0)))
-    held = cache.store.length if not cache.ring else np.minimum(cache.store.length, cache.capacity)
+    lengths = cache.store.length if not cache.ring else np.minimum(cache.store.length, cache.capacity)
     tensors = {}
     for name, x in named_tensors(cache.store.k, cache.store.v):
         kept = as_bytes(x)[:, :, :slots].cpu().clone(memory_format=torch.contiguous_format)
-        for b, n in enumerate(held.tolist()):
+        for b, n in enumerate(lengths.tolist()):
             kept[b, :, n:] = 0
         tensors[name] = kept.view(x.dtype)
     return tensors

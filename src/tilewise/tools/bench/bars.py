@@ -51,9 +51,9 @@ class Outcome:
 
 def outcomes(rows: Iterable[Row], cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Each row with the result of its cases, as plain data."""
-    found = [Outcome(row, [cell for cell in cells if cell.group == row.name and cell.ways]) for row in rows]
+    results = [Outcome(row, [cell for cell in cells if cell.group == row.name and cell.ways]) for row in rows]
     return [
-        {**asdict(o.row), "value": o.value, "worst": o.worst and o.worst.beside, "verdict": o.verdict} for o in found
+        {**asdict(o.row), "value": o.value, "worst": o.worst and o.worst.beside, "verdict": o.verdict} for o in results
     ]
 
 

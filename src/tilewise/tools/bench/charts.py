@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .peers.way import OURS
+from .peers.candidate import OURS
 from .record import Cell, Record
 from .report import ratio_text
 from .scaling import growths
@@ -20,19 +20,20 @@ MOST_OVER = 3.0  # times the required result: longer bars are cut off
 def charts(record: Record) -> dict[str, Chart]:
     """Each chart by its title."""
     if record.rows:
-        asked = {"Share of what was asked for (the mark)": bullets(record)}
-        return asked | {title_of(group, cells): chart(cells) for group, cells in record.groups.items()}
+        targets = {"Share of what was asked for (the mark)": bullets(record)}
+        return targets | {title_of(group, cells): chart(cells) for group, cells in record.groups.items()}
     if record.about.get("suite") == "scale":
         return scale(record)
-    found: dict[str, Chart] = {}
-    few: dict[str, list[Cell]] = {}
+    drawn: dict[str, Chart] = {}
+    single_cases: dict[str, list[Cell]] = {}
     for group, cells in record.groups.items():
         suite = group.partition(": ")[0]
         if len(cells) > 1:
-            found[title_of(group, cells)] = chart(cells)
+            drawn[title_of(group, cells)] = chart(cells)
         else:  # one chart for all groups of a single case
-            few.setdefault(suite, []).append(replace(cells[0], name=f"{group.partition(': ')[2]}, {cells[0].name}"))
-    return {title_of(suite, cells): chart(cells) for suite, cells in few.items()} | found
+            name = f"{group.partition(': ')[2]}, {cells[0].name}"
+            single_cases.setdefault(suite, []).append(replace(cells[0], name=name))
+    return {title_of(suite, cells): chart(cells) for suite, cells in single_cases.items()} | drawn
 
 
 def title_of(group: str, cells: list[Cell]) -> str:
@@ -47,9 +48,9 @@ def chart(cells: list[Cell]) -> Chart:
     if one and len(xs) >= LEAST_POINTS and all(cell.x is not None for cell in cells):
         series: dict[str, list[tuple[float, float]]] = {OURS: []}
         for cell in cells:
-            for way in cell.ways:
-                if cell.is_right(way):
-                    series.setdefault(way.name, []).append((cell.x or 0, rate_value(cell, way, unit)))
+            for result in cell.ways:
+                if cell.is_right(result):
+                    series.setdefault(result.name, []).append((cell.x or 0, rate_value(cell, result, unit)))
         name = "head dim" if cells[0].name.startswith("D ") else "length"
         return lines(series, name, unit)
     return bars({_heading(cell): _bars(cell, unit) for cell in cells})
@@ -62,13 +63,13 @@ def _heading(cell: Cell) -> str:
 
 
 def _bars(cell: Cell, unit: str) -> list[Bar]:
-    found = []
-    for way in cell.ways:
-        wrong = not cell.is_right(way)
-        kind = "bad" if wrong else "ours" if way.name.startswith(OURS) else "peer"
-        text = rate_text(cell, way, unit) + (" wrong" if wrong else "")
-        found.append(Bar(way.name, rate_value(cell, way, unit), text, kind))
-    return found
+    drawn = []
+    for result in cell.ways:
+        wrong = not cell.is_right(result)
+        kind = "bad" if wrong else "ours" if result.name.startswith(OURS) else "peer"
+        text = rate_text(cell, result, unit) + (" wrong" if wrong else "")
+        drawn.append(Bar(result.name, rate_value(cell, result, unit), text, kind))
+    return drawn
 
 
 def bullets(record: Record) -> Chart:
@@ -96,15 +97,15 @@ def scale(record: Record) -> dict[str, Chart]:
         f"{kind}, L^{fitted[kind].time:.2f}" if fitted[kind].time is not None else kind: points
         for kind, points in ours.items()
     }
-    found = {"Time of a call (ms)": lines(named, "length", "ms", log_y=True)}
+    drawn = {"Time of a call (ms)": lines(named, "length", "ms", log_y=True)}
     memory = {kind: [(c.x or 0, c.memory / 2**20) for c in cells if c.memory] for kind, cells in record.groups.items()}
     if any(memory.values()):
-        found["Memory beside inputs and output (MiB)"] = lines(memory, "length", "MiB", log_y=True)
+        drawn["Memory beside inputs and output (MiB)"] = lines(memory, "length", "MiB", log_y=True)
     for kind, cells in record.groups.items():
         if any(cell.peers for cell in cells):
             series: dict[str, list[tuple[float, float]]] = {OURS: []}
             for cell in cells:
-                for way in cell.ways:
-                    series.setdefault(way.name, []).append((cell.x or 0, way.timing.seconds * 1e3))
-            found[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
-    return found
+                for result in cell.ways:
+                    series.setdefault(result.name, []).append((cell.x or 0, result.timing.seconds * 1e3))
+            drawn[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
+    return drawn

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .measure import geometric_mean
-from .record import Cell, Record, Taken
+from .record import Cell, Record, TimedResult
 from .report import aligned, ratio_text, time_text
 
 LEAST = 0.03  # changes smaller than this are not reported, however quiet the machine
@@ -15,21 +15,21 @@ LEAST = 0.03  # changes smaller than this are not reported, however quiet the ma
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way of one case in both records."""
+    """A result that is in both records."""
 
     cell: Cell  # of the newer record
-    way: Taken
-    before: Taken
+    now: TimedResult
+    before: TimedResult
 
     @property
     def factor(self) -> float:
         """How many times as fast as before."""
-        return self.before.timing.seconds / self.way.timing.seconds
+        return self.before.timing.seconds / self.now.timing.seconds
 
     @property
     def noise(self) -> float:
         """The relative change that the spread of both runs explains."""
-        return max(LEAST, self.way.timing.spread, self.before.timing.spread)
+        return max(LEAST, self.now.timing.spread, self.before.timing.spread)
 
     @property
     def verdict(self) -> str:
@@ -39,14 +39,14 @@ class Change:
 
 
 def changes(old: Record, new: Record) -> list[Change]:
-    """Every way that is in both records, in the order of the newer one."""
-    before = {(cell.group, cell.name, way.name): way for cell in old.cells for way in cell.ways}
-    found = []
+    """All results that are in both records, in the order of the newer one."""
+    before = {(cell.group, cell.name, result.name): result for cell in old.cells for result in cell.ways}
+    matched = []
     for cell in new.cells:
-        for way in cell.ways:
-            if (cell.group, cell.name, way.name) in before:
-                found.append(Change(cell, way, before[cell.group, cell.name, way.name]))
-    return found
+        for now in cell.ways:
+            if (cell.group, cell.name, now.name) in before:
+                matched.append(Change(cell, now, before[cell.group, cell.name, now.name]))
+    return matched
 
 
 def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
@@ -66,7 +66,7 @@ def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
         print(
             f"peers: {ratio_text(drift, False)} as fast as before, on average; ours is judged by what is left of that"
         )
-    ours = [_without(drift, change) for change in all_changes if change.way.name.startswith("tilewise")]
+    ours = [_without(drift, change) for change in all_changes if change.now.name.startswith("tilewise")]
     shown = [change for change in ours if every or change.verdict != "same"]
     if shown:
         print("\n".join(_table(shown)))
@@ -87,11 +87,11 @@ def _without(drift: float | None, change: Change) -> Change:
         return change
     old = change.before.timing
     timing = type(old)(old.seconds / drift, old.median / drift, old.spread, old.rounds, old.repeats)
-    return Change(change.cell, change.way, Taken(change.before.name, timing, change.before.error, change.before.note))
+    return Change(change.cell, change.now, replace(change.before, timing=timing))
 
 
 def _drift(all_changes: list[Change]) -> float | None:
-    factors = [change.factor for change in all_changes if not change.way.name.startswith(("tilewise", "our "))]
+    factors = [change.factor for change in all_changes if not change.now.name.startswith(("tilewise", "our "))]
     return geometric_mean(factors) if len(factors) >= 3 else None
 
 
@@ -100,9 +100,9 @@ def _table(shown: list[Change]) -> list[str]:
     for change in sorted(shown, key=lambda change: change.factor):
         lines.append([
             f"{change.cell.group}: {change.cell.name}",
-            change.way.name,
+            change.now.name,
             time_text(change.before.timing.seconds),
-            time_text(change.way.timing.seconds),
+            time_text(change.now.timing.seconds),
             ratio_text(change.factor, False),
             f"{change.noise:.0%}",
             change.verdict,

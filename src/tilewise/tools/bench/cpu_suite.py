@@ -16,9 +16,9 @@ from . import machine
 from .bars import Row
 from .measure import interleaved
 from .oracle import MOST_ERROR, oracle_errors
+from .peers.candidate import OURS, dense_mask
 from .peers.sdpa import sdpa
-from .peers.way import OURS, dense_mask
-from .record import Cell, Record, Taken
+from .record import Cell, Record, TimedResult
 
 CPU = torch.device("cpu")
 DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}
@@ -116,18 +116,18 @@ def cases(sizes: Sizes, quick: bool = False) -> list[Case]:
 @torch.no_grad()
 def measure(case: Case, budget: float) -> Cell:
     """Times and checks one case: ours, then its row's peer."""
-    made = case.prepare()
-    error = made.error(made.ours())
-    other = made.peer()
-    peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
-    ours, peer = interleaved([made.ours, made.peer], budget)
-    if made.peer_read:  # the time in which the peer would read what ours reads
-        factor = made.moved / made.peer_read
+    prepared = case.prepare()
+    error = prepared.error(prepared.ours())
+    other = prepared.peer()
+    peer_error = prepared.error(other) if prepared.peer_same and isinstance(other, torch.Tensor) else None
+    ours, peer = interleaved([prepared.ours, prepared.peer], budget)
+    if prepared.peer_read:  # the time in which the peer would read what ours reads
+        factor = prepared.moved / prepared.peer_read
         peer = replace(peer, seconds=peer.seconds * factor, median=peer.median * factor)
-    ways = Taken(OURS, ours, error), Taken(row_of(case.row).against, peer, peer_error)
+    results = TimedResult(OURS, ours, error), TimedResult(row_of(case.row).against, peer, peer_error)
     return Cell(
-        case.row, case.name, case.metric, ways,
-        allowed=made.allowed, flops=made.flops, bytes=made.moved, workspace=made.workspace,
+        case.row, case.name, case.metric, results,
+        allowed=prepared.allowed, flops=prepared.flops, bytes=prepared.moved, workspace=prepared.workspace,
     )  # fmt: skip
 
 
@@ -140,9 +140,10 @@ def workspace_line(record: Record) -> list[str]:
     most = max(record.cells, key=lambda cell: cell.workspace, default=None)
     if most is None:
         return []
-    each = most.workspace / record.about["device"]["threads"]
-    verdict = "reached" if each < FULL_MEMORY else "missed"
-    return [f"workspace at most {each / 1024**2:.2f} MiB a thread, under 4: {verdict} ({most.group}: {most.name})"]
+    per_thread = most.workspace / record.about["device"]["threads"]
+    verdict = "reached" if per_thread < FULL_MEMORY else "missed"
+    size = f"{per_thread / 1024**2:.2f} MiB a thread"
+    return [f"workspace at most {size}, under 4: {verdict} ({most.group}: {most.name})"]
 
 
 def _prefill_cases(sizes: Sizes, quick: bool) -> Iterator[Case]:
@@ -224,8 +225,8 @@ def _beside_reading(kv_heads: int, keys: int, dtype: torch.dtype, read: int) -> 
     k, v = (normal((1, kv_heads, keys, 128), dtype, numbers=seed) for seed in (1, 2))
     buffer = machine.read_buffer(read)
     x = Inputs(q, k, v, {})
-    made = _prepared(x, _call(x), lambda: buffer.sum())
-    return replace(made, moved=k.nbytes + v.nbytes, peer_read=buffer.nbytes, peer_same=False)
+    prepared = _prepared(x, _call(x), lambda: buffer.sum())
+    return replace(prepared, moved=k.nbytes + v.nbytes, peer_read=buffer.nbytes, peer_same=False)
 
 
 def _beside_f16(kind: QuantDtype, keys: int) -> Prepared:

@@ -1,4 +1,4 @@
-"""Runs tasks: times all ways to compute a case, interleaved, and checks each against the oracle."""
+"""Runs tasks: times all candidates for a case, interleaved, and checks each against the oracle."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from . import machine
 from .measure import Call, Timing, interleaved, waiting
 from .measure_gpu import interleaved_on_gpu
 from .oracle import MOST_ERROR, oracle_errors
-from .peers import OURS, Way, find, tried
-from .record import Cell, Taken
+from .peers import OURS, Candidate, find, tried
+from .record import Cell, TimedResult
 from .suites import Task
 
 SLOW = 1.5  # seconds: a peer that takes longer is timed by one call
@@ -30,21 +30,23 @@ class Bench:
 
     device: torch.device
     dtype: torch.dtype
-    budget: float  # seconds for each way of a case
+    budget: float  # seconds for each candidate of a case
     peers: Sequence[str]
 
-    def time(self, ways: Sequence[Sequence[Call]]) -> list[tuple[Timing, str]]:
-        """Each way's time and a note."""
-        budget = self.budget * len(ways)
+    def time(self, candidates: Sequence[Sequence[Call]]) -> list[tuple[Timing, str]]:
+        """Each candidate's time and a note."""
+        budget = self.budget * len(candidates)
         if self.device.type == "cuda":
-            return [(timing, "" if is_graph else "eager") for timing, is_graph in interleaved_on_gpu(ways, budget)]
-        calls = [waiting(calls[0], self.device) for calls in ways]
+            return [
+                (timing, "" if is_graph else "eager") for timing, is_graph in interleaved_on_gpu(candidates, budget)
+            ]
+        calls = [waiting(calls[0], self.device) for calls in candidates]
         return [(timing, "") for timing in interleaved(calls, budget)]
 
 
 @torch.no_grad()
 def measure(task: Task, bench: Bench) -> Cell:
-    """One case by every way that can do it."""
+    """One case by every candidate that can compute it."""
     case = task.case
     sets = [make_inputs(case, bench.device, bench.dtype, seed) for seed in range(_sets(task, bench.device))]
     x = sets[0]
@@ -52,41 +54,41 @@ def measure(task: Task, bench: Bench) -> Cell:
         sets = [_mapped(x) for x in sets]
     plan = sets[0].plan()
     assert plan.cost is not None
-    ways = [_ways(task, x, bench.peers) for x in sets]
-    memory = machine.taken_by(ways[0][0].call, bench.device) if task.memory and ways[0][0].call else None
+    candidates = [_candidates(task, x, bench.peers) for x in sets]
+    memory = machine.taken_by(candidates[0][0].call, bench.device) if task.memory and candidates[0][0].call else None
     refused: dict[str, str] = {}
     kept: list[int] = []
     outputs = []
-    slow: dict[int, float] = {}  # ways that are timed by one call
-    for number, way in enumerate(ways[0]):
+    slow: dict[int, float] = {}  # candidates that are timed by one call
+    for number, candidate in enumerate(candidates[0]):
         start = time.perf_counter()
-        out, reason = tried(way)
-        if out is not None and _is_slow(way, start, bench):
+        out, reason = tried(candidate)
+        if out is not None and _is_slow(candidate, start, bench):
             start = time.perf_counter()
-            _called(way)()  # the first call may have compiled
-            if _is_slow(way, start, bench):
+            _called(candidate)()  # the first call may have compiled
+            if _is_slow(candidate, start, bench):
                 slow[number] = time.perf_counter() - start
         if out is None:
-            if way.name == OURS:
+            if candidate.name == OURS:
                 raise RuntimeError(reason)
-            refused[way.name] = reason
+            refused[candidate.name] = reason
         else:
             kept.append(number)
             outputs.append(out)
     errors = oracle_errors(x, outputs)
     del outputs
     again = [number for number in kept if number not in slow]
-    timed = dict(zip(again, bench.time([[_called(of_set[n]) for of_set in ways] for n in again]), strict=True))
+    timed = dict(zip(again, bench.time([[_called(of_set[n]) for of_set in candidates] for n in again]), strict=True))
     timed |= {number: (Timing(took, took, 0.0, 1), "once") for number, took in slow.items()}
-    taken = tuple(
-        Taken(ways[0][number].name, timed[number][0], error, timed[number][1])
+    results = tuple(
+        TimedResult(candidates[0][number].name, timed[number][0], error, timed[number][1])
         for number, error in zip(kept, errors, strict=True)
     )
     return Cell(
         group=group_of(task),
         name=case.name,
         metric=task.metric,
-        ways=taken,
+        ways=results,
         refused=refused,
         x=task.x,
         allowed=MOST_ERROR[bench.dtype],
@@ -104,21 +106,21 @@ def group_of(task: Task) -> str:
     return task.group if task.suite == "scale" else f"{task.suite}: {task.group}"
 
 
-def _ways(task: Task, x: Inputs, peers: Sequence[str]) -> list[Way]:
-    """Our way, our other forms, then the peers'."""
-    found = [Way(OURS, x.attend)]
+def _candidates(task: Task, x: Inputs, peers: Sequence[str]) -> list[Candidate]:
+    """Our call, our other forms, then the peers'."""
+    ours = [Candidate(OURS, x.attend)]
     if x.block_table is not None:
-        found.append(Way(f"{OURS}, contiguous", _contiguous(x).attend))
-    return [*found, *find(task.case, x, peers)]
+        ours.append(Candidate(f"{OURS}, contiguous", _contiguous(x).attend))
+    return [*ours, *find(task.case, x, peers)]
 
 
-def _is_slow(way: Way, start: float, bench: Bench) -> bool:
-    return bench.device.type == "cpu" and way.name != OURS and time.perf_counter() - start > SLOW
+def _is_slow(candidate: Candidate, start: float, bench: Bench) -> bool:
+    return bench.device.type == "cpu" and candidate.name != OURS and time.perf_counter() - start > SLOW
 
 
-def _called(way: Way) -> Callable[[], torch.Tensor]:
-    assert way.call is not None
-    return way.call
+def _called(candidate: Candidate) -> Callable[[], torch.Tensor]:
+    assert candidate.call is not None
+    return candidate.call
 
 
 def _contiguous(x: Inputs) -> Inputs:

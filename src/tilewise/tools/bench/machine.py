@@ -58,12 +58,12 @@ def describe(command: str, device: torch.device | None = None) -> dict[str, Any]
 
 def gpu(device: torch.device) -> dict[str, Any]:
     """A GPU, its memory and driver."""
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "gpu": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "processors": found.multi_processor_count,
-        "gpu_memory_bytes": found.total_memory,
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda or torch.version.hip,
     }
 

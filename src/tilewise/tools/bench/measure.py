@@ -19,11 +19,11 @@ Clock = Callable[[], float]
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
 MOST_BLOCKS = 5
-# Seconds. Shorter calls are repeated within a turn, since a single one is noisy. The median of the turn is taken: the
-# mean was up to 8% above that of a plain loop (benchmarks/cpu/by_hand.py).
+# Seconds. Shorter calls are repeated within a turn, since a single one is noisy. A turn counts as its median, which is
+# closer to a plain loop than its mean (benchmarks/cpu/by_hand.py).
 LEAST_TURN = 2e-2
-# Seconds of warm-up calls at the start of such a turn. After another's turn threads sleep and caches are cold: the
-# first two calls of 2.9 ms took 3.4. (A pause before each turn slowed its calls by 3 to 4%: an idle core is slower.)
+# Seconds of warm-up calls at the start of such a turn: after another call's turn threads sleep and caches are cold. (A
+# pause before each turn would slow its calls: an idle core is slower.)
 WARM = 6e-3
 
 
@@ -54,10 +54,10 @@ def interleaved(
     with _no_collection():
         start, rounds = clock(), 0
         while rounds < LEAST_ROUNDS or (rounds < most and clock() - start < budget):
-            for call, count, taken in zip(calls, repeats, times, strict=True):
-                taken.append(_turn(call, count, clock))
+            for call, count, seconds in zip(calls, repeats, times, strict=True):
+                seconds.append(_turn(call, count, clock))
             rounds += 1
-    return [summary(taken, count) for taken, count in zip(times, repeats, strict=True)]
+    return [summary(seconds, count) for seconds, count in zip(times, repeats, strict=True)]
 
 
 def waiting(call: Call, device: torch.device) -> Call:
@@ -107,8 +107,8 @@ def _warm_up(call: Call, clock: Clock) -> int:
     call()
     start = clock()
     call()
-    taken = clock() - start
-    return max(1, min(1000, math.ceil(LEAST_TURN / taken))) if taken > 0 else 1000
+    seconds = clock() - start
+    return max(1, min(1000, math.ceil(LEAST_TURN / seconds))) if seconds > 0 else 1000
 
 
 def _turn(call: Call, count: int, clock: Clock) -> float:

@@ -32,16 +32,16 @@ class Turn:
     is_graph: bool
 
 
-def interleaved_on_gpu(ways: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
-    """Times each way (a call for each set of inputs) for about `budget` seconds; also whether it was a graph."""
-    turns = [prepare(calls) for calls in ways]
+def interleaved_on_gpu(candidates: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
+    """Times each candidate (a call for each set of inputs) for about `budget` seconds; also whether it was a graph."""
+    turns = [prepare(calls) for calls in candidates]
     times: list[list[float]] = [[] for _ in turns]
     start, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - start < budget):
-        for turn, taken in zip(turns, times, strict=True):
-            taken.append(seconds(turn.run) / turn.count)
+        for turn, durations in zip(turns, times, strict=True):
+            durations.append(seconds(turn.run) / turn.count)
         rounds += 1
-    return [(summary(taken, turn.count), turn.is_graph) for taken, turn in zip(times, turns, strict=True)]
+    return [(summary(durations, turn.count), turn.is_graph) for durations, turn in zip(times, turns, strict=True)]
 
 
 def prepare(calls: Sequence[Call]) -> Turn:

@@ -29,10 +29,10 @@ def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
                 part = piece.part(heads, rows)
                 # unrounded, for the output has q's dtype
                 want = replace(part, q=part.q.float()).attend(backend="reference")
-                for output, found in zip(outputs, gaps, strict=True):
+                for output, errors in zip(outputs, gaps, strict=True):
                     got = view(output)[:, heads, rows].float()
-                    found.append((got - want).abs().max())
-    return [torch.stack(found).max().item() for found in gaps]  # torch's max keeps NaN, Python's does not
+                    errors.append((got - want).abs().max())
+    return [torch.stack(errors).max().item() for errors in gaps]  # torch's max keeps NaN, Python's does not
 
 
 def row_blocks(rows: int, size: int) -> list[slice]:

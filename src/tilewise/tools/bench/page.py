@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import charts
-from .peers.way import OURS
+from .peers.candidate import OURS
 from .record import Cell, Record
 from .report import ratio_text, time_text
 from .scaling import growths
@@ -117,15 +117,15 @@ def _table(record: Record, group: str) -> str:
 
 
 def _rows(record: Record, cell: Cell, unit: str) -> Iterator[str]:
-    for number, way in enumerate(cell.ways):
-        share = record.share(cell, way)
-        kind = ' class="ours"' if way.name == OURS else ""
-        error = escape(error_text(cell, way))
+    for number, result in enumerate(cell.ways):
+        share = record.share(cell, result)
+        kind = ' class="ours"' if result.name == OURS else ""
+        error = escape(error_text(cell, result))
         texts = (
-            f"<td>{'' if number else escape(cell.name)}</td><td{kind}>{escape(way.name)}{_note(way.note)}</td>",
-            f"<td>{time_text(way.timing.seconds)}</td><td>{way.timing.spread:.0%}</td>",
-            f"<td>{rate_text(cell, way, unit)}</td><td>{'' if share is None else f'{share:.0%}'}</td>",
-            f"<td>{error if cell.is_right(way) else f'<span class=bad-word>{error}</span>'}</td>",
+            f"<td>{'' if number else escape(cell.name)}</td><td{kind}>{escape(result.name)}{_note(result.note)}</td>",
+            f"<td>{time_text(result.timing.seconds)}</td><td>{result.timing.spread:.0%}</td>",
+            f"<td>{rate_text(cell, result, unit)}</td><td>{'' if share is None else f'{share:.0%}'}</td>",
+            f"<td>{error if cell.is_right(result) else f'<span class=bad-word>{error}</span>'}</td>",
         )
         yield f"<tr{'' if number else ' class=first'}>{''.join(texts)}</tr>"
 

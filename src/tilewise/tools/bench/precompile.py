@@ -44,8 +44,8 @@ def run_once(tasks: Sequence[Task], device: str, dtype: torch.dtype, peers: Sequ
         with suppress(Exception):
             x = make_inputs(task.case, torch.device(device), dtype)
             x.attend()
-            for way in find(task.case, x, peers):
-                if way.call is not None:
-                    way.call()
+            for candidate in find(task.case, x, peers):
+                if candidate.call is not None:
+                    candidate.call()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The record of a benchmark run: the machine, and every case with the ways in which it was computed.
+"""The record of a benchmark run: the machine, and every case with the results of its candidates.
 
 That of the suite `cpu` has `rows` too: bars and results (`bars.py`).
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import InvalidArgument
 from .measure import Timing, geometric_mean
-from .peers.way import OURS
+from .peers.candidate import OURS
 from .record_check import check
 from .report import printable
 
@@ -23,8 +23,8 @@ NO_PEERS = (OURS, "our ", "read speed")  # other forms of ours, and the machine 
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One way's result: its time and its largest error against float64."""
+class TimedResult:
+    """The result of one candidate: its time and its largest error against float64."""
 
     name: str
     timing: Timing
@@ -34,13 +34,13 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One case, with every way that could compute it."""
+    """One case, with the results of all candidates that could compute it."""
 
     group: str  # cases that are shown together, such as those of one model
     name: str
     metric: str  # what bounds it: "flops" or "bytes"
-    ways: tuple[Taken, ...]  # ours first
-    refused: Mapping[str, str] = field(default_factory=dict)  # ways that could not compute it, and why
+    ways: tuple[TimedResult, ...]  # ours first
+    refused: Mapping[str, str] = field(default_factory=dict)  # candidates that could not compute it, and why
     x: float | None = None  # its x value in a chart, such as its length
     allowed: float = 0.0  # the error bound
     flops: int = 0
@@ -52,14 +52,14 @@ class Cell:
     memory: int | None = None  # measured peak of ours in bytes, without inputs and output
 
     @property
-    def ours(self) -> Taken | None:
-        return next((way for way in self.ways if way.name == OURS), None)
+    def ours(self) -> TimedResult | None:
+        return next((result for result in self.ways if result.name == OURS), None)
 
     @property
-    def peers(self) -> list[Taken]:
+    def peers(self) -> list[TimedResult]:
         """The peers with right results, fastest first."""
-        others = [way for way in self.ways if not way.name.startswith(NO_PEERS) and self.is_right(way)]
-        return sorted(others, key=lambda way: way.timing.seconds)
+        others = [result for result in self.ways if not result.name.startswith(NO_PEERS) and self.is_right(result)]
+        return sorted(others, key=lambda result: result.timing.seconds)
 
     @property
     def ratio(self) -> float | None:
@@ -70,16 +70,16 @@ class Cell:
 
     @property
     def beside(self) -> float:
-        """The speed of ours, the first way, relative to the second: in the suite `cpu` the row's peer."""
+        """The speed of ours, the first result, relative to the second: in the suite `cpu` the row's peer."""
         return self.ways[1].timing.seconds / self.ways[0].timing.seconds
 
-    def is_right(self, way: Taken) -> bool:
-        """Whether its error is within the bound (NaN is not). An unchecked way is right unless it is ours."""
-        return way.error <= self.allowed if way.error is not None else way.name != OURS
+    def is_right(self, result: TimedResult) -> bool:
+        """Whether its error is within the bound (NaN is not). An unchecked result is right unless it is ours."""
+        return result.error <= self.allowed if result.error is not None else result.name != OURS
 
-    def rate(self, way: Taken) -> float:
+    def rate(self, result: TimedResult) -> float:
         """GFLOP/s or GB/s."""
-        return (self.flops if self.metric == "flops" else self.bytes) / way.timing.seconds / 1e9
+        return (self.flops if self.metric == "flops" else self.bytes) / result.timing.seconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class Record:
 
     @property
     def groups(self) -> dict[str, list[Cell]]:
-        found: dict[str, list[Cell]] = {}
+        groups: dict[str, list[Cell]] = {}
         for cell in self.cells:
-            found.setdefault(cell.group, []).append(cell)
-        return found
+            groups.setdefault(cell.group, []).append(cell)
+        return groups
 
     @property
     def mean_ratio(self) -> float | None:
@@ -112,14 +112,14 @@ class Record:
     def wrong(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.ours is None or not cell.is_right(cell.ours)]
 
-    def share(self, cell: Cell, way: Taken) -> float | None:
+    def share(self, cell: Cell, result: TimedResult) -> float | None:
         """The least time that the machine's limits allow, as a share of the measured time."""
         limits = self.about.get("ceilings") or {}
         products = limits.get("matmul_gflop_per_s") or limits.get("sgemm_gflop_per_s")
         reading = limits.get("read_gb_per_s")
         if not products or not reading:
             return None
-        return max(cell.flops / products, cell.bytes / reading) / 1e9 / way.timing.seconds
+        return max(cell.flops / products, cell.bytes / reading) / 1e9 / result.timing.seconds
 
     def as_data(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -152,10 +152,10 @@ class Record:
 
 
 def _cell(data: Mapping[str, Any]) -> Cell:
-    ways = [
-        Taken(way["name"], Timing(**way["timing"]), _number(way["error"]), way.get("note", "")) for way in data["ways"]
+    results = [
+        TimedResult(x["name"], Timing(**x["timing"]), _number(x["error"]), x.get("note", "")) for x in data["ways"]
     ]
-    return Cell(**{**data, "ways": tuple(ways)})
+    return Cell(**{**data, "ways": tuple(results)})
 
 
 def _printable(value: Any) -> Any:

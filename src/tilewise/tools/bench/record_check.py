@@ -1,6 +1,6 @@
-"""The kinds of what a record's file holds: it may come from elsewhere, be damaged or made up.
+"""Checks the types of the values in a record's file, which may be damaged, forged or another program's.
 
-Which names there must be is seen where they are read.
+Missing names are found where they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def flag(x: Any) -> bool:
 
 
 def number(x: Any) -> bool:
-    """From 0 on; JSON as Python reads it has NaN, Infinity and ints of any size."""
+    """A finite number from 0 on: Python's JSON also reads NaN, Infinity and ints of any size."""
     return type(x) in (int, float) and 0 <= x <= MOST
 
 
@@ -40,12 +40,12 @@ def text_or_none(x: Any) -> bool:
 
 
 def error(x: Any) -> bool:
-    """What is no number is kept as a word."""
+    """A number, or NaN and infinity as words."""
     return number_or_none(x) or x in ("nan", "inf")
 
 
 def fact(x: Any) -> bool:
-    """Of a machine."""
+    """A property of a machine."""
     return number_or_none(x) or text(x) or flag(x)
 
 
@@ -71,8 +71,8 @@ def check(value: Any, kind: Any = RECORD, where: str = "") -> None:
     """Raises `ValueError` at the first value that is not of its kind.
 
     Args:
-        kind: a list has the kind of each item, a dict that of each name (of all others under ""), or a function says
-            whether a value will do.
+        kind: a list with the kind of every item, a dict with the kind of each name (of all others under ""), or a
+            function that tells whether a value is valid.
     """
     if isinstance(kind, list) and isinstance(value, list):
         for i, item in enumerate(value):

@@ -45,7 +45,7 @@ def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None
 
 
 def printable(text: str) -> str:
-    """A text without what steers a terminal, and without bytes of names that are no UTF-8.
+    """A text with "?" for control characters and for bytes that are not UTF-8.
 
     >>> printable("a\\x1b[31mb\\udcff")
     'a?[31mb?'

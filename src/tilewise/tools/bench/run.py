@@ -28,18 +28,18 @@ from .tables import tables
 
 INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 WRONG = 1
-WAY_BUDGET = {
+BUDGETS = {
     "cpu": (1.0, 0.2),
     "cuda": (0.2, 0.08),
     "mps": (0.5, 0.2),
-}  # seconds for each way of a case, and if it must be quick
+}  # seconds for each candidate of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
 # One compiles for each case, which takes tens of seconds on a CPU; the other takes 50 times as long as the rest.
 SLOW_PEERS = {"flex": "it compiles anew for each case", "mlx": "it is slow on a CPU"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchOptions:
     """The options of the command line."""
 
     words: Sequence[str]  # the command line itself, for the record and for a restart
@@ -54,27 +54,27 @@ class Asked:
     plot: Path | None = None
 
 
-def bench(asked: Asked) -> int:
+def bench(options: BenchOptions) -> int:
     """Measures, prints the tables and writes the files; returns the exit status.
 
     Ctrl-C ends the measuring, not the report. The status is 1 if a result is wrong or a case fails; a bar that is
     missed is a result.
     """
-    check(asked)
-    check_files(asked.json, asked.html, asked.plot)
-    half_sdpa = asked.device != "cpu" or not _is_half(asked) or _ensure_half_sdpa(asked.words)
+    check(options)
+    check_files(options.json, options.html, options.plot)
+    half_sdpa = options.device != "cpu" or not _is_half(options) or _ensure_half_sdpa(options.words)
 
     def keep(data: Mapping[str, Any]) -> None:
         """Called after each case, so that a killed process loses only the last one."""
-        if asked.json is not None:
+        if options.json is not None:
             with suppress(OSError):  # it is tried again at the end
-                report.write_json(asked.json, data, rescue=False)
+                report.write_json(options.json, data, rescue=False)
 
-    record = (_cpu if "cpu" in asked.suites else _models)(asked, half_sdpa, keep)
-    if asked.json is not None:
-        report.write_json(asked.json, record.as_data())
+    record = (_cpu if "cpu" in options.suites else _models)(options, half_sdpa, keep)
+    if options.json is not None:
+        report.write_json(options.json, record.as_data())
     _print(_tables(record))
-    _write(record, asked.html, asked.plot)
+    _write(record, options.html, options.plot)
     if not record.about["complete"]:
         return INTERRUPTED
     return WRONG if record.wrong else 0
@@ -87,7 +87,7 @@ def show(file: Path, html: Path | None = None, picture: Path | None = None) -> i
     try:
         shown = _tables(record)
         _write(record, html, picture)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # names and ways that are not there
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # names and results that are not there
         what = f"a JSON file of `tilewise bench`, whole: {error} is missing or of another kind"
         raise InvalidArgument("record", str(file), what) from error
     if html is None and picture is None:
@@ -121,24 +121,24 @@ def check_files(json: Path | None, html: Path | None, picture: Path | None) -> N
         plot.check_name(picture)
 
 
-def check(asked: Asked) -> None:
+def check(options: BenchOptions) -> None:
     """Checks the options before anything is measured."""
     for alone in ("cpu", "scale"):
-        if alone in asked.suites and len(asked.suites) > 1:
-            raise InvalidArgument("--suite", ",".join(asked.suites), f"{alone} alone: its report has another form")
-    if "cpu" in asked.suites:
-        if asked.device != "cpu":
-            raise InvalidArgument("--device", asked.device, "cpu, for the suite of that name", "try --suite models")
-        for option, value in (("--dtype", asked.dtype), ("--peers", asked.peers)):
+        if alone in options.suites and len(options.suites) > 1:
+            raise InvalidArgument("--suite", ",".join(options.suites), f"{alone} alone: its report has another form")
+    if "cpu" in options.suites:
+        if options.device != "cpu":
+            raise InvalidArgument("--device", options.device, "cpu, for the suite of that name", "try --suite models")
+        for option, value in (("--dtype", options.dtype), ("--peers", options.peers)):
             if value:
                 raise InvalidArgument(option, str(value), "no such choice for the suite cpu, which has its own")
-    for name in asked.peers or ():
+    for name in options.peers or ():
         if why := installed()[name]:
             raise InvalidArgument("--peers", name, "libraries that are here", why)
 
 
-def _is_half(asked: Asked) -> bool:
-    return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
+def _is_half(options: BenchOptions) -> bool:
+    return "cpu" in options.suites or options.dtype in ("bf16", "f16")
 
 
 class Item(NamedTuple):
@@ -151,7 +151,7 @@ class Item(NamedTuple):
     measure: Callable[[], Cell]
 
 
-def _cpu(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
+def _cpu(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
     """The suite with bars."""
     sizes, notes = cpu_suite.sizes_here()
     if os.environ.items() >= machine.SAFE_ISA.items():
@@ -161,43 +161,43 @@ def _cpu(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None
         )
     if not half_sdpa:
         notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
-    budget = cpu_suite.QUICK_BUDGET if asked.quick else cpu_suite.BUDGET
+    budget = cpu_suite.QUICK_BUDGET if options.quick else cpu_suite.BUDGET
     items = [
         Item(case.row, case.name, case.metric, None, partial(cpu_suite.measure, case, budget))
-        for case in cpu_suite.cases(sizes, asked.quick)
+        for case in cpu_suite.cases(sizes, options.quick)
         if half_sdpa or not case.needs_half_sdpa
     ]
-    about = _about(asked, torch.device("cpu"), notes)
+    about = _about(options, torch.device("cpu"), notes)
 
     def ceilings(screen: Screen) -> None:
         with torch.no_grad():
             about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
 
-    def said(cell: Cell) -> str:
+    def describe_cell(cell: Cell) -> str:
         assert cell.ours is not None
         return f"{cpu_suite.row_of(cell.group).words(cell.beside)}, error {cell.ours.error:.1e}"
 
-    return _measure(items, about, budget, ceilings, said, keep, cpu_suite.ROWS)
+    return _measure(items, about, budget, ceilings, describe_cell, keep, cpu_suite.ROWS)
 
 
-def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
+def _models(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
     """The suites of models, or the scaling suite."""
-    device = torch.device(asked.device)
-    kind = asked.dtype or {"cuda": "bf16", "mps": "f16"}.get(device.type, "f32")
-    scope = Scope(device.type == "cuda", asked.quick)
+    device = torch.device(options.device)
+    kind = options.dtype or {"cuda": "bf16", "mps": "f16"}.get(device.type, "f32")
+    scope = Scope(device.type == "cuda", options.quick)
     named = {**SUITES, "scale": scale}
-    tasks = [task for suite in asked.suites for task in named[suite](scope)]
-    found = installed()
+    tasks = [task for suite in options.suites for task in named[suite](scope)]
+    libraries = installed()
     left_out: dict[str, str] = {}
-    if asked.peers is None and (asked.quick or device.type == "cpu"):
+    if options.peers is None and (options.quick or device.type == "cpu"):
         left_out = {name: f"left out: {why}; --peers names it" for name, why in SLOW_PEERS.items()}
     if not half_sdpa:
         left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
-    found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}
-    peers = [name for name in (found if asked.peers is None else asked.peers) if found[name] is None]
-    about = _about(asked, device, []) | {"dtype": kind, "peers": found}
-    full, short = WAY_BUDGET[device.type]
-    run = grid.Bench(device, DTYPES[kind], short if asked.quick else full, peers)
+    libraries = {**libraries, **{name: why for name, why in left_out.items() if libraries[name] is None}}
+    peers = [name for name in (libraries if options.peers is None else options.peers) if libraries[name] is None]
+    about = _about(options, device, []) | {"dtype": kind, "peers": libraries}
+    full, short = BUDGETS[device.type]
+    run = grid.Bench(device, DTYPES[kind], short if options.quick else full, peers)
 
     def measure(task: Task) -> Cell:
         try:
@@ -207,20 +207,20 @@ def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], N
                 torch.cuda.empty_cache()
 
     def prepare(screen: Screen) -> None:
-        about["ceilings"] = _ceilings(run, asked.quick)
+        about["ceilings"] = _ceilings(run, options.quick)
         if device.type == "cuda":
             screen.print("compiles what is not yet kept")
-            precompile.precompile(tasks, device, run.dtype, peers, asked.jobs or precompile.default_jobs(device))
+            precompile.precompile(tasks, device, run.dtype, peers, options.jobs or precompile.default_jobs(device))
 
     items = [Item(grid.group_of(t), t.case.name, t.metric, t.x, partial(measure, t)) for t in tasks]
     return _measure(items, about, run.budget, prepare, _result, keep)
 
 
-def _about(asked: Asked, device: torch.device, notes: list[str]) -> dict[str, Any]:
+def _about(options: BenchOptions, device: torch.device, notes: list[str]) -> dict[str, Any]:
     return {
-        "suite": ",".join(asked.suites),
-        "quick": asked.quick,
-        **machine.describe(f"tilewise {shlex.join(asked.words)}", device),
+        "suite": ",".join(options.suites),
+        "quick": options.quick,
+        **machine.describe(f"tilewise {shlex.join(options.words)}", device),
         "notes": [*notes, *machine.load_notes()],
     }
 
@@ -230,7 +230,7 @@ def _measure(
     about: dict[str, Any],
     budget: float,
     prepare: Callable[[Screen], None],
-    said: Callable[[Cell], str],
+    describe_cell: Callable[[Cell], str],
     keep: Callable[[Mapping[str, Any]], None],
     rows: Sequence[Row] = (),
 ) -> Record:
@@ -252,7 +252,7 @@ def _measure(
                 screen.step(f"{item.group}, {item.name}")
                 try:
                     cell = item.measure()
-                    words = said(cell)
+                    words = describe_cell(cell)
                 except Exception as error:  # such as out of memory; other cases go on
                     reason = (str(error) or type(error).__name__).splitlines()[0]
                     cell = Cell(item.group, item.name, item.metric, (), {OURS: reason}, item.x)
@@ -278,10 +278,10 @@ def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
     budget = cpu_suite.QUICK_BUDGET if quick else cpu_suite.BUDGET / 2
     with torch.no_grad():
         if run.device.type != "cpu":
-            given = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
-            return measure_gpu.ceilings(run.device, run.dtype, budget / 2, **given)
-        sizes, _ = cpu_suite.sizes_here()
-        return machine.ceilings(sizes.read, sizes.matrix, budget)
+            sizes = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
+            return measure_gpu.ceilings(run.device, run.dtype, budget / 2, **sizes)
+        here, _ = cpu_suite.sizes_here()
+        return machine.ceilings(here.read, here.matrix, budget)
 
 
 def _ensure_half_sdpa(words: Sequence[str]) -> bool:

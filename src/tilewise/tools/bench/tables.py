@@ -1,15 +1,15 @@
-"""A record as text: each case with every way, then a summary."""
+"""A record as text: each case with every result, then a summary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .record import Cell, Record, Taken
+from .record import Cell, Record, TimedResult
 from .report import aligned, ratio_text, time_text
 
 
 def tables(record: Record) -> Iterator[list[str]]:
-    """Blocks of lines: a table for each group, then why ways are missing, then the summary."""
+    """Blocks of lines: a table for each group, then why results are missing, then the summary."""
     for group, cells in record.groups.items():
         yield [
             group,
@@ -24,21 +24,21 @@ def tables(record: Record) -> Iterator[list[str]]:
 
 def _lines(record: Record, cells: list[Cell]) -> Iterator[list[str]]:
     for cell in cells:
-        for number, way in enumerate(cell.ways):
-            share = record.share(cell, way)
+        for number, result in enumerate(cell.ways):
+            share = record.share(cell, result)
             yield [
                 "" if number else cell.name,
-                way.name + (f" ({way.note})" if way.note else ""),
-                time_text(way.timing.seconds),
-                f"{way.timing.spread:.0%}",
-                rate_text(cell, way, rate_unit(cells)),
+                result.name + (f" ({result.note})" if result.note else ""),
+                time_text(result.timing.seconds),
+                f"{result.timing.spread:.0%}",
+                rate_text(cell, result, rate_unit(cells)),
                 "" if share is None else f"{share:.0%}",
-                error_text(cell, way),
+                error_text(cell, result),
             ]
 
 
 def _refused(record: Record) -> list[str]:
-    """The ways that could not compute some cases, and why."""
+    """The candidates that could not compute some cases, and why."""
     reasons: dict[tuple[str, str], int] = {}
     for cell in record.cells:
         for name, reason in cell.refused.items():
@@ -60,22 +60,22 @@ def summary(record: Record) -> str:
 
 def rate_unit(cells: list[Cell]) -> str:
     """GFLOP/s or GB/s, or TFLOP/s or TB/s if the numbers are large."""
-    best = max((cell.rate(way) for cell in cells for way in cell.ways), default=0.0)
+    best = max((cell.rate(result) for cell in cells for result in cell.ways), default=0.0)
     if cells[0].metric == "flops":
         return "TFLOP/s" if best >= 1e4 else "GFLOP/s"
     return "TB/s" if best >= 1e3 else "GB/s"
 
 
-def rate_value(cell: Cell, way: Taken, unit: str) -> float:
-    return cell.rate(way) / (1e3 if unit.startswith("T") else 1)
+def rate_value(cell: Cell, result: TimedResult, unit: str) -> float:
+    return cell.rate(result) / (1e3 if unit.startswith("T") else 1)
 
 
-def rate_text(cell: Cell, way: Taken, unit: str) -> str:
-    value = rate_value(cell, way, unit)
+def rate_text(cell: Cell, result: TimedResult, unit: str) -> str:
+    value = rate_value(cell, result, unit)
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def error_text(cell: Cell, way: Taken) -> str:
-    if way.error is None:
+def error_text(cell: Cell, result: TimedResult) -> str:
+    if result.error is None:
         return "not checked"
-    return f"{way.error:.1e}" + ("" if cell.is_right(way) else " WRONG")
+    return f"{result.error:.1e}" + ("" if cell.is_right(result) else " WRONG")

@@ -60,24 +60,24 @@ def _run(args: argparse.Namespace) -> int:
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
     """SIGTERM and SIGHUP end a command as Ctrl-C does, keeping finished work; yields the signals received."""
-    came: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         raise KeyboardInterrupt
 
-    taken = []
+    replaced = []
     try:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
                 signal.signal(number, stop)
-                taken.append(number)
+                replaced.append(number)
     except ValueError:  # not in the main thread
         pass
     try:
-        yield came
+        yield received
     finally:
-        for number in taken:
+        for number in replaced:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -55,12 +55,12 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..bench.run import Asked, bench
+    from ..bench.run import BenchOptions, bench
 
     device = default_device(args) if args.suite != ("cpu",) or args.device else "cpu"
     default = ("cpu",) if device == "cpu" else ("prefill", "decode")
     return bench(
-        Asked(
+        BenchOptions(
             words=args.words,
             suites=("scale",) if args.scale else args.suite or default,
             device=device,

@@ -11,7 +11,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Refused, Way, not_installed, refuse
+from .candidate import Candidate, Refused, not_installed, refuse
 
 NAME = "CPU_ATTN"
 BLOCK = 128  # vLLM's default on a CPU
@@ -25,13 +25,13 @@ def missing() -> str | None:
 
 def library() -> Path | None:
     """vLLM's operators for this processor."""
-    found = importlib.util.find_spec("vllm")
-    folders = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    spec = importlib.util.find_spec("vllm")
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     name = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     refuse(NAME, GPU=x.q.device.type != "cpu", page_tables_here=case.page_size, chunks=case.chunk, masks=case.mask)
     refuse(NAME, sinks_here=case.sinks, ALiBi_here=case.alibi, packed_sequences_here=case.packed, lengths=case.lengths)
     refuse(NAME, other_value_dim=case.value_dim not in (0, case.head_dim), latent=case.latent)
@@ -51,7 +51,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
     call = prepare(
         q, k, v, slots, table, cu_q, lengths, case.scale, case.causal, -1 if left is None else left + 1, case.softcap
     )
-    yield Way(NAME, lambda: call().unflatten(0, (B, case.q_len)).transpose(1, 2))
+    yield Candidate(NAME, lambda: call().unflatten(0, (B, case.q_len)).transpose(1, 2))
 
 
 def prepare(

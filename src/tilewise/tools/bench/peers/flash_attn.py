@@ -11,7 +11,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Refused, Way, not_installed, refuse
+from .candidate import Candidate, Refused, not_installed, refuse
 
 MODULES = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 
@@ -21,16 +21,16 @@ def missing() -> str | None:
     return None if None in reasons else reasons[0]
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     for name, module in MODULES.items():
         if not_installed(module):
             continue
         try:
             refuse(name, masks=case.mask, chunks=case.chunk, sinks=case.sinks, float32=x.q.dtype == torch.float32)
             refuse(name, ALiBi=case.alibi and module != "flash_attn")
-            yield Way(name, _call(importlib.import_module(module), case, x))
+            yield Candidate(name, _call(importlib.import_module(module), case, x))
         except Refused as error:
-            yield Way(name, refusal=str(error))
+            yield Candidate(name, refusal=str(error))
 
 
 def _call(library: Any, case: Workload, x: Inputs) -> Any:
@@ -58,5 +58,5 @@ def _call(library: Any, case: Workload, x: Inputs) -> Any:
 
 def _first(function: Any, *args: Any, **options: Any) -> torch.Tensor:
     """The output alone: some versions return lse too."""
-    found = function(*args, **options)
-    return found[0] if isinstance(found, tuple) else found
+    result = function(*args, **options)
+    return result[0] if isinstance(result, tuple) else result

@@ -11,7 +11,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Refused, Way, not_installed, refuse
+from .candidate import Candidate, Refused, not_installed, refuse
 
 NAME = "FlashInfer"
 WORKSPACE = 128 * 2**20  # bytes, as its documentation recommends
@@ -21,7 +21,7 @@ def missing() -> str | None:
     return not_installed("flashinfer")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     library: Any = importlib.import_module("flashinfer")
     refuse(NAME, masks=case.mask, chunks=case.chunk, sinks=case.sinks, ALiBi=case.alibi)
     refuse(NAME, float32=x.q.dtype == torch.float32, windows_to_the_right=isinstance(case.window, tuple))
@@ -32,17 +32,17 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         "logits_soft_cap": case.softcap or 0.0,
     }
     if case.page_size and case.q_len == 1:
-        yield Way(NAME, _paged_decode(library, case, x, options))
+        yield Candidate(NAME, _paged_decode(library, case, x, options))
     elif case.packed:
-        yield Way(NAME, _packed(library, case, x, options))
+        yield Candidate(NAME, _packed(library, case, x, options))
     elif case.batch == 1 and not case.lengths:
         q, k, v = (t[0].transpose(0, 1).contiguous() for t in (x.q, x.k, x.v))  # [L, H, D]
         if case.q_len == 1:
             call = partial(library.single_decode_with_kv_cache, q[0], k, v, **options)
-            yield Way(NAME, lambda: call()[None, :, None])
+            yield Candidate(NAME, lambda: call()[None, :, None])
         else:
             call = partial(library.single_prefill_with_kv_cache, q, k, v, causal=case.causal, **options)
-            yield Way(NAME, lambda: call().transpose(0, 1)[None])
+            yield Candidate(NAME, lambda: call().transpose(0, 1)[None])
     else:
         raise Refused(NAME, "its batches are packed or paged")
 

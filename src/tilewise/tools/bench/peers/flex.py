@@ -10,7 +10,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Way, limit, not_installed, refuse
+from .candidate import Candidate, limit, not_installed, refuse
 
 NAME = "FlexAttention"
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
     return not_installed("torch.nn.attention.flex_attention")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     refuse(NAME, page_tables=case.page_size, packed_sequences=case.packed)
@@ -38,7 +38,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
     }
     compiled = torch.compile(flex_attention, dynamic=False)
     call = partial(compiled, x.q, x.k, x.v, **options)
-    yield Way(NAME, partial(_with_sinks, call, x.options["sinks"]) if case.sinks else call)
+    yield Candidate(NAME, partial(_with_sinks, call, x.options["sinks"]) if case.sinks else call)
 
 
 def _with_sinks(call: Any, sinks: torch.Tensor) -> torch.Tensor:
@@ -49,33 +49,33 @@ def _with_sinks(call: Any, sinks: torch.Tensor) -> torch.Tensor:
 
 def _mask_mod(case: Workload, x: Inputs) -> Any:
     offset = case.kv_len - case.q_len
-    lengths, given = x.lengths, x.options.get("mask")
+    lengths, mask = x.lengths, x.options.get("mask")
     causal = case.causal and case.q_len > 1
-    if not causal and all(rule is None for rule in (lengths, given, case.window, case.chunk)):
+    if not causal and all(rule is None for rule in (lengths, mask, case.window, case.chunk)):
         return None
     left, right = as_window(case.window)
 
-    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
-        at = i + offset if lengths is None else i + lengths[b] - case.q_len
-        seen = j >= 0 if lengths is None else j < lengths[b]
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        qpos = i + offset if lengths is None else i + lengths[b] - case.q_len
+        visible = j >= 0 if lengths is None else j < lengths[b]
         if case.causal:
-            seen = seen & (j <= at)
+            visible = visible & (j <= qpos)
         if left is not None:
-            seen = seen & (at - j <= left)
+            visible = visible & (qpos - j <= left)
         if right is not None:
-            seen = seen & (j - at <= right)
+            visible = visible & (j - qpos <= right)
         if case.chunk is not None:
-            seen = seen & (j // case.chunk == at // case.chunk)
-        if given is not None:
-            seen = seen & (given[i, j] if given.dtype == torch.bool else given[i, j] > -torch.inf)
-        return seen
+            visible = visible & (j // case.chunk == qpos // case.chunk)
+        if mask is not None:
+            visible = visible & (mask[i, j] if mask.dtype == torch.bool else mask[i, j] > -torch.inf)
+        return visible
 
-    return visible
+    return mask_mod
 
 
 def _score_mod(case: Workload, x: Inputs) -> Any:
-    slopes, given, offset = x.options.get("alibi_slopes"), x.options.get("mask"), case.kv_len - case.q_len
-    added = given if given is not None and given.dtype != torch.bool else None
+    slopes, mask, offset = x.options.get("alibi_slopes"), x.options.get("mask"), case.kv_len - case.q_len
+    added = mask if mask is not None and mask.dtype != torch.bool else None
     if not case.softcap and slopes is None and added is None:
         return None
 

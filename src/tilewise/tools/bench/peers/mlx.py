@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...workloads import Inputs, Workload
+from .candidate import Candidate, dense_mask, limit, not_installed, refuse
 from .sdpa import needs_mask
-from .way import Way, dense_mask, limit, not_installed, refuse
 
 NAME = "MLX"
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
     return not_installed("mlx.core")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     refuse(NAME, GPU_here=x.q.device.type != "cpu", page_tables=case.page_size, packed_sequences=case.packed)
     refuse(NAME, softcap=case.softcap, sinks_here=case.sinks, ALiBi_here=case.alibi, added_masks_here=case.added)
     refuse(NAME, other_dtypes_here=x.q.dtype != torch.float32)
@@ -36,4 +36,4 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         mx.eval(out)
         return torch.utils.dlpack.from_dlpack(out)
 
-    yield Way(NAME, run)
+    yield Candidate(NAME, run)

@@ -10,7 +10,7 @@ import torch
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Refused, Way, not_installed, refuse
+from .candidate import Candidate, Refused, not_installed, refuse
 
 NAME = "ONNX Runtime"
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
     return not_installed("onnxruntime") or not_installed("onnx")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     refuse(NAME, GPU_here=x.q.device.type != "cpu", page_tables=case.page_size, packed_sequences=case.packed)
     refuse(NAME, masks_here=case.mask, lengths_here=case.lengths, chunks=case.chunk, ALiBi=case.alibi, sinks=case.sinks)
     refuse(NAME, other_dtypes_here=x.q.dtype != torch.float32, other_value_dim=case.value_dim or case.latent)
@@ -27,7 +27,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         yield _cached(case, x)
     if case.heads == case.kv_heads and case.window is None and case.softcap is None:
         square = not case.causal or case.q_len == case.kv_len
-        yield _whole(case, x) if square else Way(f"{NAME} MHA", refusal="its causal mask is square")
+        yield _whole(case, x) if square else Candidate(f"{NAME} MHA", refusal="its causal mask is square")
     elif not case.causal:
         raise Refused(NAME, "it has no groups, window or softcap without causal")
 
@@ -37,7 +37,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(2).contiguous()
 
 
-def _cached(case: Workload, x: Inputs) -> Way:
+def _cached(case: Workload, x: Inputs) -> Candidate:
     """A cache of past keys that the new ones are written to in place."""
     attributes = {"num_heads": case.heads, "kv_num_heads": case.kv_heads, "softcap": float(case.softcap or 0)}
     attributes["scale"] = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -53,25 +53,25 @@ def _cached(case: Workload, x: Inputs) -> Way:
     inputs |= {"past_value": v, "seqlens_k": torch.full((case.batch,), case.kv_len - 1, dtype=torch.int32)}
     inputs["total_sequence_length"] = torch.tensor([case.kv_len], dtype=torch.int32)
     outputs = {"output": out, "present_key": k, "present_value": v}
-    return _way(f"{NAME} GQA", "GroupQueryAttention", attributes, inputs, outputs, case)
+    return _candidate(f"{NAME} GQA", "GroupQueryAttention", attributes, inputs, outputs, case)
 
 
-def _whole(case: Workload, x: Inputs) -> Way:
+def _whole(case: Workload, x: Inputs) -> Candidate:
     attributes = {"num_heads": case.heads, "unidirectional": int(case.causal and case.q_len > 1)}
     attributes["scale"] = case.head_dim**-0.5 if case.scale is None else case.scale  # type: ignore[assignment]
     inputs = {"query": _rows(x.q), "key": _rows(x.k), "value": _rows(x.v)}
     outputs = {"output": torch.empty(case.batch, case.q_len, case.heads * case.head_dim)}
-    return _way(f"{NAME} MHA", "MultiHeadAttention", attributes, inputs, outputs, case)
+    return _candidate(f"{NAME} MHA", "MultiHeadAttention", attributes, inputs, outputs, case)
 
 
-def _way(
+def _candidate(
     name: str,
     operator: str,
     attributes: dict[str, Any],
     inputs: dict[str, torch.Tensor],
     outputs: dict[str, torch.Tensor],
     case: Workload,
-) -> Way:
+) -> Candidate:
     """One operator as a model, bound to these tensors."""
     onnx, runtime = (importlib.import_module(module) for module in ("onnx", "onnxruntime"))
     helper = onnx.helper
@@ -98,4 +98,4 @@ def _way(
         assert inputs  # keeps the bound memory alive
         return outputs["output"].unflatten(2, (case.heads, case.head_dim)).transpose(1, 2)
 
-    return Way(name, run)
+    return Candidate(name, run)

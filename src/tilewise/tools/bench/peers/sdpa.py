@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...workloads import Inputs, Workload
-from .way import Refused, Way, dense_mask, limit, refuse
+from .candidate import Candidate, Refused, dense_mask, limit, refuse
 
 KERNELS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -29,7 +29,7 @@ def missing() -> str | None:
     return None
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     if case.page_size or case.packed:
         refuse("SDPA", softcap=case.softcap, sinks=case.sinks, ALiBi_here=case.alibi)
         yield _gathered(case, x) if case.page_size else _one_by_one(case, x)
@@ -44,9 +44,9 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
             if name == "SDPA math":
                 limit(name, "its scores", case.batch * case.heads * cells * x.q.element_size(), x.q.device)
                 limit(name, COPIES, _copies(case, x), x.q.device)
-            yield Way(name, partial(_by, KERNELS[name], call))
+            yield Candidate(name, partial(_by, KERNELS[name], call))
         except Refused as error:
-            yield Way(name, refusal=str(error))
+            yield Candidate(name, refusal=str(error))
 
 
 def _copies(case: Workload, x: Inputs) -> int:
@@ -55,7 +55,7 @@ def _copies(case: Workload, x: Inputs) -> int:
     return (case.heads != case.kv_heads) * case.batch * case.heads * case.kv_len * widths * x.q.element_size()
 
 
-def _gathered(case: Workload, x: Inputs) -> Way:
+def _gathered(case: Workload, x: Inputs) -> Candidate:
     """Paged attention without a kernel for it: pages are gathered into rows for each call."""
     assert x.block_table is not None
     if x.q.shape[-1] != x.v.shape[-1]:  # only SDPA's math kernel takes it
@@ -70,17 +70,17 @@ def _gathered(case: Workload, x: Inputs) -> Way:
             x.q, k, v, attn_mask=mask, scale=case.scale, enable_gqa=case.heads != case.kv_heads
         )
 
-    return Way("SDPA, pages copied", run)
+    return Candidate("SDPA, pages copied", run)
 
 
-def _one_by_one(case: Workload, x: Inputs) -> Way:
+def _one_by_one(case: Workload, x: Inputs) -> Candidate:
     """Packed sequences without a kernel for them: one call for each."""
     assert x.cu_seqlens is not None
     calls = []
     for a, b in pairwise(x.cu_seqlens.tolist()):
         alone = replace(case, packed=False, lengths=(), rows=1, q_len=b - a, kv_len=b - a)
         calls.append(sdpa(alone, x.sequence(a, b)))
-    return Way("SDPA, one by one", lambda: torch.cat([call()[0].transpose(0, 1) for call in calls]))
+    return Candidate("SDPA, one by one", lambda: torch.cat([call()[0].transpose(0, 1) for call in calls]))
 
 
 def _by(kernel: SDPBackend, call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -115,13 +115,13 @@ def needs_mask(case: Workload, x: Inputs) -> bool:
 
 def _mask(case: Workload, x: Inputs) -> torch.Tensor:
     """A bool mask or, if biases are added, a float mask with `-inf`: `[B or 1, H or 1, 1 or Lq, Lk]`."""
-    seen, given = dense_mask(case, x), x.options.get("mask")
-    if not case.alibi and (given is None or given.dtype == torch.bool):
-        return seen
-    bias = torch.zeros_like(seen, dtype=x.q.dtype) if given is None or given.dtype == torch.bool else given
+    visible, mask = dense_mask(case, x), x.options.get("mask")
+    if not case.alibi and (mask is None or mask.dtype == torch.bool):
+        return visible
+    bias = torch.zeros_like(visible, dtype=x.q.dtype) if mask is None or mask.dtype == torch.bool else mask
     if case.alibi:
         device = x.q.device
         back = torch.arange(case.kv_len - case.q_len, case.kv_len, device=device)[:, None]
         back = (back - torch.arange(case.kv_len, device=device)).abs()
         bias = bias - (x.options["alibi_slopes"][:, None, None] * back).to(bias.dtype)
-    return bias.masked_fill(~seen, -torch.inf)
+    return bias.masked_fill(~visible, -torch.inf)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.options import as_window
 from ...workloads import Inputs, Workload
-from .way import Way, not_installed, refuse
+from .candidate import Candidate, not_installed, refuse
 
 NAME = "xFormers"
 
@@ -18,7 +18,7 @@ def missing() -> str | None:
     return not_installed("xformers")
 
 
-def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
     library: Any = importlib.import_module("xformers.ops")
     refuse(NAME, softcap=case.softcap, sinks=case.sinks, page_tables=case.page_size, chunks=case.chunk)
     refuse(NAME, ALiBi=case.alibi, masks_of_this_form=case.mask or (case.lengths and not case.packed))
@@ -48,4 +48,4 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         out = out.flatten(2, 3) if group > 1 else out
         return out[0] if case.packed else out.transpose(1, 2)
 
-    yield Way(NAME, run)
+    yield Candidate(NAME, run)

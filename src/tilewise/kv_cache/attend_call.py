@@ -1,4 +1,4 @@
-"""What both caches do before and after a call of the attention functions."""
+"""An `attend` of either cache: its options, rotation, and the output."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, An
     state = isinstance(result, AttentionState)
     x = hadamard.rotate_back(result.out if state else result)
     if out is not None:
-        x = into(out, x)
+        x = copy_to_out(out, x)
     return AttentionState(back(x), back(result.lse)) if state else back(x)
 
 
-def into(out: Any, x: torch.Tensor) -> torch.Tensor:
+def copy_to_out(out: Any, x: torch.Tensor) -> torch.Tensor:
     """Copies a result to the caller's `out`."""
     to = to_write("out", out)
     if to.shape != x.shape or to.dtype != x.dtype or to.device != x.device:

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api import attention, paged_attention
-from ..core.options import Options
-from ..core.tracing import is_traced
-from ..dispatch import call_cache
-from ..errors import InvalidArgument
-from ..validation import calls, values
-from .flash_append import check_new, tables, turn, write
-from .flash_inputs import FP8, Rows, descales, inputs, second_query, special, stored
-from .flash_options import CacheLater, Later, WindowSize, one_table, translate
+from ...api import attention, paged_attention
+from ...core.options import Options
+from ...core.tracing import is_traced
+from ...dispatch import call_cache
+from ...errors import InvalidArgument
+from ...validation import calls, values
+from .append import check_new_tokens, checked_tables, rotate_tokens, write_tokens
+from .inputs import FP8, Rows, descales, inputs, needs_inputs, second_query, stored
+from .options import CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+LONGEST = 2**31 - 1
+Pages = tuple[()] | tuple[torch.Tensor, torch.Tensor]  # a block table and lengths, or none
 
 
 def flash_attn_with_kvcache(
@@ -71,78 +74,94 @@ def flash_attn_with_kvcache(
     lengths = _lengths("cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
     rest: Later = {**later, "num_splits": num_splits}
     options: dict[str, Any] = translate(capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, rest)
-    options["return_lse"] = return_softmax_lse
-    moving = causal or options.get("window") is not None or options.get("chunk") is not None
+    by_position = causal or options.get("window") is not None or options.get("chunk") is not None
 
-    new: torch.Tensor | int = 0 if k is None else k.shape[1]
-    if k is not None and cu_seqlens_k_new is not None:
-        _lengths("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q.device)
-        values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "", None, None)
-        new = values.as_int32(cu_seqlens_k_new, 0, k.shape[0]).diff()
+    new: torch.Tensor | int = 0 if k is None else _new_tokens(k, cu_seqlens_k_new, batch, q.device)
     total = lengths if k is None else lengths + new
     # All values are checked here, before anything is written; the call does not check them again.
     values.check_lengths("cache_seqlens", lengths, capacity - new, "tokens that leave room for k", None)
     if table is not None:
         values.check_block_table(table, total, k_cache.shape[1], k_cache.shape[0], None)
     if cache_leftpad is not None:
-        values.check_lengths(
-            "cache_leftpad",
-            _lengths("cache_leftpad", cache_leftpad, batch, q.device),
-            lengths,
-            "tokens in the row",
-            None,
-        )
-        options["mask"] = _after(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
-    options["validate"] = False if cu_seqlens_q is None and not is_traced() else None
-    options["layout"] = "blhd" if cu_seqlens_q is None else "bhld"
-    attend: Any = attention
-    check: Any = calls.dense
-    pages: tuple[torch.Tensor, ...] = ()
-    if table is None:
-        options["kv_lengths"] = total
-    else:
-        attend, check, pages = paged_attention, calls.paged, (table, total)
-        options["cu_seqlens_q"] = cu_seqlens_q
-        options["max_q"] = None if max_seqlen_q is None else index(max_seqlen_q)
-    unusual = special(q, k_cache, rest)
-    if unusual:
+        leftpad = _lengths("cache_leftpad", cache_leftpad, batch, q.device)
+        values.check_lengths("cache_leftpad", leftpad, lengths, "tokens in the row", None)
+        options["mask"] = _leftpad_mask(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
+    options |= _form_options(total, table, cu_seqlens_q, max_seqlen_q)
+    options["return_lse"] = return_softmax_lse
+    pages = () if table is None else (table, total)
+    converted = needs_inputs(q, k_cache, rest)
+    if converted:
         second_query(q, v_cache, rest)
         descales(q, k_cache, v_cache, rest, batch)
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
-        check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
-        if not is_traced():  # else the operator makes the other checks when it runs
-            key = call_cache.key_of(attend.__name__, (q, k_cache, v_cache, *pages), options)
-            if unusual or cu_seqlens_q is not None or call_cache.find(key) is None:  # a cached call has passed them
-                wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
-                check(wide, keys, vals, *pages, Options(**options))
+        check_new_tokens(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
+        _check_call(q, k_cache, v_cache, pages, options, converted or cu_seqlens_q is not None)
         rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
             start = lengths if rotary_seqlens is None else _lengths("rotary_seqlens", rotary_seqlens, batch, q.device)
             rows_q = None if cu_seqlens_q is None else Rows.of(cu_seqlens_q, q.shape[0])
-            reach = _longer(new, (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if moving else 1)
-            angles = tables(rotary_cos, rotary_sin, start, rotary_interleaved, q.shape[-1], capacity, reach)
-            k = turn(k, angles, rows_k, True)
-            q = turn(q, angles, rows_q, moving)
-        write(k_cache, v_cache, k, v, lengths, table, rows_k)
-    call = inputs(q, k_cache, v_cache, options, rest, batch, cu_seqlens_q) if unusual else None
-    keys, vals = k_cache, v_cache
-    if call is not None:
-        q, keys, vals, options = call.q, call.k, call.v, call.options
-    result = attend(q, keys, vals, *pages, **options)
-    if call is not None:
-        result = call.result(result)
+            reach = _larger(new, (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if by_position else 1)
+            angles = checked_tables(rotary_cos, rotary_sin, start, rotary_interleaved, q.shape[-1], capacity, reach)
+            k = rotate_tokens(k, angles, rows_k, True)
+            q = rotate_tokens(q, angles, rows_q, by_position)
+        write_tokens(k_cache, v_cache, k, v, lengths, table, rows_k)
+    if converted:
+        call = inputs(q, k_cache, v_cache, options, rest, batch, cu_seqlens_q)
+        result = call.result(_attend(call.q, call.k, call.v, pages, call.options))
+    else:
+        result = _attend(q, k_cache, v_cache, pages, options)
     return (result.out, result.lse.transpose(-1, -2).contiguous()) if return_softmax_lse else result
 
 
+def _new_tokens(k: torch.Tensor, offsets: torch.Tensor | None, batch: int, device: torch.device) -> torch.Tensor | int:
+    """How many tokens of `k` each sequence has: one number, or int32 `[B]` if they are packed by `offsets`."""
+    if offsets is None:
+        return k.shape[1]
+    _lengths("cu_seqlens_k_new", offsets, batch + 1, device)
+    values.check_cu_seqlens("cu_seqlens_k_new", offsets, k.shape[0], "", None, None)
+    return values.as_int32(offsets, 0, k.shape[0]).diff()
+
+
+def _form_options(
+    total: torch.Tensor, table: torch.Tensor | None, offsets: torch.Tensor | None, longest: int | None
+) -> dict[str, Any]:
+    """The options that depend on the form of the call: rows or pages, queries in rows or packed by `offsets`."""
+    options: dict[str, Any] = {
+        "validate": False if offsets is None and not is_traced() else None,
+        "layout": "blhd" if offsets is None else "bhld",
+    }
+    if table is None:
+        return options | {"kv_lengths": total}
+    return options | {"cu_seqlens_q": offsets, "max_q": None if longest is None else index(longest)}
+
+
+def _check_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, options: dict[str, Any], always: bool
+) -> None:
+    """Checks the arguments of the call, unless it is in the call cache and so has passed (not if `always`)."""
+    if is_traced():  # the operator makes these checks when it runs
+        return
+    name = (paged_attention if pages else attention).__name__
+    if always or call_cache.find(call_cache.key_of(name, (q, k, v, *pages), options)) is None:
+        check: Any = calls.paged if pages else calls.dense
+        check(q.float() if q.dtype == FP8 else q, stored(k), stored(v), *pages, Options(**options))
+
+
+def _attend(q: torch.Tensor, k: Any, v: Any, pages: Pages, options: dict[str, Any]) -> Any:
+    """Attention over the rows or, with a table and lengths, the `pages` of a cache."""
+    attend: Any = paged_attention if pages else attention
+    return attend(q, k, v, *pages, **options)
+
+
 def _table(
-    table: torch.Tensor | None, rows: torch.Tensor | None, held: int, batch: int, packed: bool, device: torch.device
+    table: torch.Tensor | None, rows: torch.Tensor | None, cached: int, batch: int, packed: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """The block table of each sequence: as given, by `cache_batch_idx`, or with rows of the cache (`held`) as pages."""
+    """The block table of each sequence: as given, by `cache_batch_idx`, or with the `cached` rows as pages."""
     if rows is not None:
         rows = _lengths("cache_batch_idx", rows, batch, device)
-        last, what = (held - 1, "k_cache") if table is None else (len(table) - 1, "block_table")
+        last, what = (cached - 1, "k_cache") if table is None else (len(table) - 1, "block_table")
         values.check_lengths("cache_batch_idx", rows, last, f"last row of {what}", None)
         return rows[:, None] if table is None else table[rows.long()]
     if table is None and packed:
@@ -150,7 +169,7 @@ def _table(
     return table
 
 
-def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
+def _larger(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
     """The larger of two lengths, element by element."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
@@ -158,9 +177,6 @@ def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
         a, b = b, a
     assert isinstance(a, torch.Tensor)
     return a.clamp_min(b) if isinstance(b, int) else torch.maximum(a, b)
-
-
-LONGEST = 2**31 - 1
 
 
 def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.device) -> torch.Tensor:
@@ -173,7 +189,7 @@ def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.d
     return torch.full((batch,), max(-LONGEST, min(index(lengths), LONGEST)), dtype=torch.int32, device=device)
 
 
-def _after(
+def _leftpad_mask(
     leftpad: torch.Tensor,
     total: torch.Tensor,
     capacity: int,
@@ -188,16 +204,16 @@ def _after(
     """
     pad = leftpad[:, None].long()
     slots = torch.arange(capacity, device=leftpad.device) - pad  # [B, S], from the first one in use
-    seen = slots >= 0
+    visible = slots >= 0
     size = options.get("chunk")
     if size is None:
-        return seen[:, None, None]
+        return visible[:, None, None]
     options["chunk"] = None
     rows, used = q.shape[1], torch.full_like(total, q.shape[1])
     if offsets is not None:
         used = offsets.diff()
         rows = int(used.max()) if longest is None else index(longest)
     first = (total - used)[:, None].long() - pad  # [B, 1]: the position of the first query
-    at = first + torch.arange(rows, device=q.device)  # [B, Lq]
-    same = at.div(size, rounding_mode="floor")[:, :, None] == slots.div(size, rounding_mode="floor")[:, None]
-    return (same & seen[:, None])[:, None]
+    positions = first + torch.arange(rows, device=q.device)  # [B, Lq]
+    same = positions.div(size, rounding_mode="floor")[:, :, None] == slots.div(size, rounding_mode="floor")[:, None]
+    return (same & visible[:, None])[:, None]

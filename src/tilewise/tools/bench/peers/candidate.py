@@ -1,4 +1,4 @@
-"""A way to compute a call, and helpers of the peers' files."""
+"""A library's call that is timed beside ours, and helpers of the peers' files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask, of scores or o
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Candidate:
     """A library's call with the same output, or why there is none."""
 
     name: str
@@ -27,8 +27,8 @@ class Way:
 class Refused(Exception):
     """A library cannot express the call."""
 
-    def __init__(self, way: str, reason: str) -> None:
-        self.way = way
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
         super().__init__(reason)
 
 
@@ -40,17 +40,17 @@ def not_installed(module: str) -> str | None:
         return "not installed"
 
 
-def refuse(way: str, **asked: object) -> None:
+def refuse(name: str, **features: object) -> None:
     """Raises `Refused` if one of these is set; their names are what the library lacks."""
-    for what, value in asked.items():
+    for what, value in features.items():
         if value:
-            raise Refused(way, f"it has no {what.replace('_', ' ')}")
+            raise Refused(name, f"it has no {what.replace('_', ' ')}")
 
 
-def limit(way: str, what: str, size: int, device: torch.device) -> None:
+def limit(name: str, what: str, size: int, device: torch.device) -> None:
     """Raises `Refused` if `size` bytes exceed `MOST_BYTES`."""
     if size > MOST_BYTES.get(device.type, 2**31):
-        raise Refused(way, f"{what} would take {size / 2**30:.0f} GiB")
+        raise Refused(name, f"{what} would take {size / 2**30:.0f} GiB")
 
 
 def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
@@ -60,16 +60,16 @@ def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
     lengths = lengths[:, None, None, None]
     kpos = torch.arange(case.kv_len, device=device)
     qpos = lengths - case.q_len + torch.arange(case.q_len, device=device)[:, None]  # [B, 1, Lq, 1]
-    seen = kpos < lengths
+    visible = kpos < lengths
     if case.causal:
-        seen = seen & (kpos <= qpos)
+        visible = visible & (kpos <= qpos)
     if case.window is not None:
         left, right = as_window(case.window)
-        seen = seen if left is None else seen & (qpos - kpos <= left)
-        seen = seen if right is None else seen & (kpos - qpos <= right)
+        visible = visible if left is None else visible & (qpos - kpos <= left)
+        visible = visible if right is None else visible & (kpos - qpos <= right)
     if case.chunk is not None:
-        seen = seen & (kpos // case.chunk == qpos // case.chunk)
+        visible = visible & (kpos // case.chunk == qpos // case.chunk)
     mask = x.options.get("mask")
     if mask is not None:
-        seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
-    return seen
+        visible = visible & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    return visible

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 
 VERSION = "2.8.3+tilewise"  # the version of the interface
 
@@ -65,11 +65,11 @@ class _Missing:
         asks_only = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # find_spec expects None
         if asks_only or not isinstance(module := sys.modules.get(parent), ModuleType) or parent not in _before:
             return None
-        there = ", ".join(other for other in _before if other in sys.modules)
+        modules = ", ".join(other for other in _before if other in sys.modules)
         # Without `name=`: with it, Python would replace the message by its own.
         raise ModuleNotFoundError(
             f"{name} is not there: tilewise is installed as flash_attn, by tilewise.compat.flash_attn.install(). "
-            f"It has the modules {there}; {parent} has {', '.join(module.__dict__['__all__'])}"
+            f"It has the modules {modules}; {parent} has {', '.join(module.__dict__['__all__'])}"
         )
 
 
@@ -77,7 +77,7 @@ _MISSING = _Missing()
 
 
 def _modules() -> dict[str, ModuleType]:
-    from . import bert_padding, flash_attn, flash_attn_3, rotary
+    from .. import bert_padding, flash_attn, flash_attn_3, rotary
 
     functions = {name: getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith("flash_attn")}
     modules = {

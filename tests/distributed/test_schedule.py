@@ -8,7 +8,7 @@ import pytest
 from tilewise.core.mask_rules import MaskRules, key_span
 from tilewise.distributed.layout import pieces
 from tilewise.distributed.packing import passes
-from tilewise.distributed.steps import Task, needed, rounds, spans, steps
+from tilewise.distributed.schedule import Task, needed, rounds, spans, steps
 
 RULES = [
     MaskRules(),
@@ -29,8 +29,8 @@ def make_task(rules, ranks, lengths, order="zigzag", offsets=None, used=None, ga
         for cu in (cu_q, cu_k)
     )
     offsets = offsets or [(k - q,) for q, k in lengths]
-    seen = tuple(tuple((at, k) for at in places) for (_, k), places in zip(lengths, offsets, strict=True))
-    return Task(rules, q_pieces, k_pieces, tuple(cu_q), tuple(cu_k), seen, fusible and used is None, gather)
+    doc_places = tuple(tuple((at, k) for at in places) for (_, k), places in zip(lengths, offsets, strict=True))
+    return Task(rules, q_pieces, k_pieces, tuple(cu_q), tuple(cu_k), doc_places, fusible and used is None, gather)
 
 
 def draw(seed):
@@ -74,7 +74,7 @@ def buffer_of(task, round):
 def visible(task, query, key):
     """Whether any batch row sees the cell; whether all do."""
     seen = []
-    for offset, length in task.seen[query[0]]:
+    for offset, length in task.places[query[0]]:
         lo, hi = key_span(task.rules, offset + query[1], length)
         seen.append(query[0] == key[0] and lo <= key[1] < hi)
     return any(seen), all(seen)
@@ -97,7 +97,7 @@ def test_every_visible_cell_is_computed_once_and_no_other_is_called_full(seed):
                     if some:
                         count[query, key] = count.get((query, key), 0) + 1
                     if not p.full:  # what the call sees by the positions that it is given
-                        for offset, length in task.seen[p.doc]:
+                        for offset, length in task.places[p.doc]:
                             qpos, kpos = offset + p.qpos + i * p.step, p.kpos + j * p.step
                             lo, hi = key_span(task.rules, qpos, max(length, p.kpos + p.keys * p.step))
                             here = lo <= kpos < hi and (key[1] < length)

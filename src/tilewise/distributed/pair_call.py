@@ -14,7 +14,7 @@ from ..autograd import AttentionGradients, attention_backward
 from ..state import AttentionState
 from .layout import Ranks
 from .packing import Pass, packed_rounds
-from .steps import Pair, Range, Round, Task, rounds
+from .schedule import Pair, Range, Round, Task, rounds
 
 Unit = Pair | Pass
 
@@ -35,28 +35,28 @@ class Call:
 
     @property
     def rounds(self) -> list[tuple[Round, tuple[Unit, ...]]]:
-        found = rounds(self.task, self.ranks.rank)
-        units: Any = packed_rounds(self.task, self.ranks.rank) if self.packed else [r.pairs for r in found]
-        return list(zip(found, units, strict=True))
+        schedule = rounds(self.task, self.ranks.rank)
+        units: Any = packed_rounds(self.task, self.ranks.rank) if self.packed else [r.pairs for r in schedule]
+        return list(zip(schedule, units, strict=True))
 
     @property
     def once(self) -> bool:
         """Whether each row is in at most one part, so that nothing has to be merged."""
-        units = [unit for _, found in self.rounds for unit in found]
+        units = [unit for _, of_round in self.rounds for unit in of_round]
         if self.packed:
             return len(units) < 2
         ranges = sorted(rows(unit)[0] for unit in units)
         return all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
 
     def cut(self, x: torch.Tensor, which: Range, heads: Range | None = None) -> torch.Tensor:
-        for dim, some in ((self.seq, which), (self.head, heads)):
-            if some is not None and some[1] - some[0] != x.shape[dim]:  # a view costs ten times this test
-                x = x.narrow(dim, some[0], some[1] - some[0])
+        for dim, part in ((self.seq, which), (self.head, heads)):
+            if part is not None and part[1] - part[0] != x.shape[dim]:  # a view costs ten times this test
+                x = x.narrow(dim, part[0], part[1] - part[0])
         return x
 
     def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
         """Runs one part. The tensors are sliced to its heads; q, k and v also to its rows."""
-        options = self.options | self._of(unit, extras)
+        options = self.options | self._part_options(unit, extras)
         tables = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")] if self.packed else []
         if "sinks" in extras:
             options["sinks"] = extras["sinks"]
@@ -64,46 +64,47 @@ class Call:
 
     def backward(self, unit: Unit, tensors: Any, grads: tuple[str, ...], extras: dict[str, Any]) -> AttentionGradients:
         q, k, v, out, lse, dout, dlse = tensors
-        options = {name: x for name, x in self.options.items() if name != "split_size"} | self._of(unit, extras)
+        shared = {name: x for name, x in self.options.items() if name != "split_size"}
+        options = shared | self._part_options(unit, extras)
         return attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=grads, **options)
 
-    def _of(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
+    def _part_options(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
         """The options of one part: rules with the positions of its rows, and its slices of masks and slopes."""
-        found = self._packed(unit) if isinstance(unit, Pass) else self._dense(unit)
+        options = self._pass_options(unit) if isinstance(unit, Pass) else self._pair_options(unit)
         if "mask" in extras:
-            found["mask"] = part_of_mask(extras["mask"], unit)
-        found |= {name: part_of_bias(name, extras[name], unit) for name in ("q_bias", "k_bias") if name in extras}
+            options["mask"] = part_of_mask(extras["mask"], unit)
+        options |= {name: part_of_bias(name, extras[name], unit) for name in ("q_bias", "k_bias") if name in extras}
         if "key_indices" in extras:
-            found["key_indices"] = part_of_indices(extras["key_indices"], unit)
+            options["key_indices"] = part_of_indices(extras["key_indices"], unit)
         if "alibi_slopes" in extras:
             slopes = extras["alibi_slopes"]
-            found["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
-        return found
+            options["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
+        return options
 
-    def _dense(self, p: Pair) -> dict[str, Any]:
-        found: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
+    def _pair_options(self, p: Pair) -> dict[str, Any]:
+        options: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
         if self.task.rules.absolute or p.step > 1:
-            found = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
+            options = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
         if p.full:
-            return found
+            return options
         if self.lengths is not None:
-            found["kv_lengths"] = -((p.kpos - self.lengths) // p.step).clamp(-p.keys, 0)
-        return found | self.task.rules.options()
+            options["kv_lengths"] = -((p.kpos - self.lengths) // p.step).clamp(-p.keys, 0)
+        return options | self.task.rules.options()
 
-    def _packed(self, p: Pass) -> dict[str, Any]:
+    def _pass_options(self, p: Pass) -> dict[str, Any]:
         def ints(values: Any) -> torch.Tensor:
             return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
-        starts = [(0, 0) if x is None else (self.task.seen[x.doc][0][0] + x.qpos, x.kpos) for x in p.pairs]
-        found: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k)}
+        starts = [(0, 0) if x is None else (self.task.places[x.doc][0][0] + x.qpos, x.kpos) for x in p.pairs]
+        options: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k)}
         step = max(x.step for x in p.pairs if x)
         if self.task.rules.absolute or step > 1:
-            found |= {"q_offset": ints(q for q, _ in starts), "k_start": ints(k for _, k in starts)}
-            found |= {"k_stride": step, "q_stride": step}
+            options |= {"q_offset": ints(q for q, _ in starts), "k_start": ints(k for _, k in starts)}
+            options |= {"k_stride": step, "q_stride": step}
         else:
-            found["q_offset"] = ints(q - k for q, k in starts)
-        found |= {"max_q": p.max_q, "max_k": p.max_k}
-        return found if p.full else found | self.task.rules.options()
+            options["q_offset"] = ints(q - k for q, k in starts)
+        options |= {"max_q": p.max_q, "max_k": p.max_k}
+        return options if p.full else options | self.task.rules.options()
 
 
 def rows(unit: Unit) -> tuple[Range, Range]:

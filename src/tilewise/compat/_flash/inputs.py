@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..core.problem import MAX_HEAD_DIM
-from ..core.tracing import is_traced
-from ..errors import InvalidArgument
-from ..quantised import Quantised
-from ..state import AttentionState
+from ...core.problem import MAX_HEAD_DIM
+from ...core.tracing import is_traced
+from ...errors import InvalidArgument
+from ...quantised import Quantised
+from ...state import AttentionState
 
 if TYPE_CHECKING:
-    from .flash_options import Later
+    from .options import Later
 
 FP8 = torch.float8_e4m3fn
 
@@ -72,7 +72,7 @@ def stored(x: torch.Tensor) -> Any:
     return Quantised(x, ones.expand(*x.shape[:-1], -1), "fp8_e4m3", 128)
 
 
-def special(q: torch.Tensor, k: torch.Tensor, later: Later) -> bool:
+def needs_inputs(q: torch.Tensor, k: torch.Tensor, later: Later) -> bool:
     """Whether a call needs `inputs`."""
     return q.dtype is FP8 or k.dtype is FP8 or later.get("qv") is not None or later.get("q_v") is not None
 
@@ -95,12 +95,12 @@ def second_query(q: torch.Tensor, v: torch.Tensor, later: Later) -> torch.Tensor
 
 def descales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: Later, batch: int) -> dict[str, torch.Tensor]:
     """The factors `[B, Hkv]` of those of q, k and v that are in float8, checked."""
-    found = {}
+    factors = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         factor: Any = later.get(f"{name}_descale")
         if factor is not None and x.dtype == FP8:
-            found[name] = _descale(f"{name}_descale", factor, batch, k.shape[-2], q.device)
-    return found
+            factors[name] = _descale(f"{name}_descale", factor, batch, k.shape[-2], q.device)
+    return factors
 
 
 def inputs(
@@ -117,7 +117,7 @@ def inputs(
     if qv is not None:
         if options.get("scale") is None:
             options = {**options, "scale": (q.shape[-1] + v.shape[-1]) ** -0.5}
-        if (both := _beside(v, k)) is not None:
+        if (both := _joined_view(v, k)) is not None:
             return Inputs(torch.cat((qv, q), -1), both, v, options)
         return Inputs(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, options)
     if FP8 not in (q.dtype, k.dtype, v.dtype):
@@ -150,7 +150,7 @@ def _descale(name: str, x: Any, batch: int, kv_heads: int, device: torch.device)
     return scale.reshape(1, 1).expand(batch, kv_heads) if scale.numel() == 1 else scale
 
 
-def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+def _joined_view(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """`[first, second]` as a view, if their rows are adjacent in memory; else None."""
     if is_traced() or first.stride() != second.stride() or first.stride(-1) != 1:
         return None

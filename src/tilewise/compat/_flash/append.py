@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import InvalidArgument
-from ..validation import values
-from . import rotary
-from .flash_inputs import FP8, Rows
+from ...errors import InvalidArgument
+from ...validation import values
+from .. import rotary
+from .inputs import FP8, Rows
 
 
 class Tables(NamedTuple):
@@ -21,7 +21,7 @@ class Tables(NamedTuple):
     interleaved: bool
 
 
-def check_new(
+def check_new_tokens(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int | None
 ) -> None:
     """Checks new keys and values against their caches: `[B, n, Hkv, D]` or, without `batch`, packed `[T, Hkv, D]`."""
@@ -33,7 +33,7 @@ def check_new(
             raise InvalidArgument(name, given, f"{want} {cache.dtype} on {cache.device}, as {name}_cache")
 
 
-def tables(
+def checked_tables(
     cos: torch.Tensor,
     sin: torch.Tensor,
     starts: torch.Tensor,
@@ -53,18 +53,18 @@ def tables(
     return Tables(cos, sin, starts, interleaved)
 
 
-def turn(x: torch.Tensor, t: Tables, rows: Rows | None, moving: bool) -> torch.Tensor:
+def rotate_tokens(x: torch.Tensor, t: Tables, rows: Rows | None, by_position: bool) -> torch.Tensor:
     """Rotates each token of `x` `[B, L, H, D]`, or packed `[T, H, D]` with its `rows`, by its position.
 
-    If not `moving`, all tokens of a sequence are at its first position.
+    If not `by_position`, all tokens of a sequence are at its first position.
     """
     if rows is None:
         at = t.start[:, None].long()
         steps = torch.arange(x.shape[1], device=x.device)
-        at = at + steps if moving else at.expand(-1, x.shape[1])
+        at = at + steps if by_position else at.expand(-1, x.shape[1])
     else:
         at = t.start[rows.sequence].long()
-        at = at + rows.place if moving else at
+        at = at + rows.place if by_position else at
     at = at.clamp(0, len(t.cos) - 1)  # values on a device are not checked: they must not index past the tables
     wide = x.float() if x.dtype == FP8 else x
     if rows is not None:
@@ -72,7 +72,7 @@ def turn(x: torch.Tensor, t: Tables, rows: Rows | None, moving: bool) -> torch.T
     return rotary.rotate(wide, t.cos, t.sin, at, t.interleaved).to(x.dtype)
 
 
-def write(
+def write_tokens(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k: torch.Tensor,

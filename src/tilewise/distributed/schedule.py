@@ -57,13 +57,13 @@ class Task:
     k_pieces: tuple[tuple[Piece, ...], ...]
     cu_q: tuple[int, ...]  # [0, Lq] if there is one document
     cu_k: tuple[int, ...]
-    seen: tuple[tuple[tuple[int, int], ...], ...]  # (offset, keys in use) of each batch row, for each document
+    places: tuple[tuple[tuple[int, int], ...], ...]  # (offset, keys in use) of each batch row, for each document
     fusible: bool  # only rules depend on positions: fully visible pairs may be joined
     gather: bool = False  # all keys in one round, in order
     hash: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:  # it is hashed at each call, to look up its schedule
-        parts = (self.rules, self.q_pieces, self.k_pieces, self.cu_q, self.cu_k, self.seen, self.fusible, self.gather)
+        parts = (self.rules, self.q_pieces, self.k_pieces, self.cu_q, self.cu_k, self.places, self.fusible, self.gather)
         object.__setattr__(self, "hash", hash(parts))
 
     def __hash__(self) -> int:
@@ -101,7 +101,7 @@ class Round(NamedTuple):
 
 def spans(pieces: Sequence[Piece], cu: Sequence[int]) -> list[Span]:
     """Pieces cut at the ends of documents; tokens past the last document belong to none."""
-    found: list[Span] = []
+    cut: list[Span] = []
     row = 0
     for start, count, step in pieces:
         after = row + count
@@ -109,16 +109,16 @@ def spans(pieces: Sequence[Piece], cu: Sequence[int]) -> list[Span]:
         while row < after and doc < len(cu) - 1:
             size = min(after - row, len(range(start, cu[doc + 1], step)))
             if size:
-                found.append(Span(doc, start - cu[doc], row, size, step))
+                cut.append(Span(doc, start - cu[doc], row, size, step))
             start, row, doc = start + size * step, row + size, doc + 1
         row = after
-    return joined(found)
+    return joined(cut)
 
 
-def joined(found: Iterable[Span]) -> list[Span]:
+def joined(parts: Iterable[Span]) -> list[Span]:
     """Joins spans that continue the one before them."""
     kept: list[Span] = []
-    for span in found:
+    for span in parts:
         if kept:
             last = kept[-1]
             if (last.doc, last.pos + last.size, last.row + last.size) == span[:3] and last.step == span.step == 1:
@@ -134,7 +134,7 @@ def meet(task: Task, a: Span, b: Span) -> Pair | None:
     keys: list[Range] = []
     full = True
     width = (a.size - 1) * a.step + 1  # positions that the queries span
-    for offset, length in task.seen[a.doc]:
+    for offset, length in task.places[a.doc]:
         top = offset + a.pos
         lo, hi = key_span(task.rules, top, length)
         last_lo, last_hi = key_span(task.rules, top + width - 1, length)
@@ -188,7 +188,7 @@ def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:
         last = rows[-1] if rows else None
         if last and last.k == p.k and last.q + last.rows == p.q:
             end = last.qpos - last.kpos + last.rows  # the diagonal's end, in rows of keys
-            goes_on = end == p.qpos - p.kpos and task.seen[p.doc][0][0] + end <= last.keys <= p.keys
+            goes_on = end == p.qpos - p.kpos and task.places[p.doc][0][0] + end <= last.keys <= p.keys
             full = last.full and p.full and last.keys == p.keys
             if full or (causal and last.doc == p.doc and goes_on):
                 rows[-1] = last._replace(rows=last.rows + p.rows, keys=p.keys, full=full)
@@ -199,8 +199,8 @@ def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:
 
 @lru_cache(maxsize=4096)
 def _spans(task: Task, rank: int, keys: bool) -> tuple[Span, ...]:
-    held, cu = (task.k_pieces, task.cu_k) if keys else (task.q_pieces, task.cu_q)
-    return tuple(spans(held[rank], cu))
+    pieces, cu = (task.k_pieces, task.cu_k) if keys else (task.q_pieces, task.cu_q)
+    return tuple(spans(pieces[rank], cu))
 
 
 @lru_cache(maxsize=65536)
@@ -262,9 +262,9 @@ def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple
     if len(sources) == 1:  # already in order: nothing is moved
         buffer = [Span(doc, pos, row, count, step) for doc, pos, _, row, count, step in parts]
         return joined(buffer), ((sources[0].rank, 0, sources[0].rows),)
-    found, order, at = [], [], 0
+    buffer, order, at = [], [], 0
     for doc, pos, rank, row, count, step in sorted(parts):
-        found.append(Span(doc, pos, at, count, step))
+        buffer.append(Span(doc, pos, at, count, step))
         order.append((rank, row, count))
         at += count
-    return joined(found), tuple(order)
+    return joined(buffer), tuple(order)

@@ -1,4 +1,4 @@
-"""Merges the partial results of a call: `Total` for `out` and `lse`, `Sum` for a gradient."""
+"""Merges the partial results of a call: `MergedState` for `out` and `lse`, `GradSum` for a gradient."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 import torch
 
 from ..state import AttentionState, add_into, merge_into
-from .rows import Call
-from .steps import Range
+from .pair_call import Call
+from .schedule import Range
 
 MOST_STATES = 8  # merged in one pass: parts, and the result so far
 
 
-class Total:
+class MergedState:
     """`out` and `lse` over all keys, merged from parts over some of them, several in one pass."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Total:
             self.clear()
         if sinks is not None:  # once for each row of a document, whatever keys it sees
             for which in call.task.rows_in_use(call.ranks.rank):
-                call.cut(self.lse, which).copy_(by_head(call, sinks, self.lse))
+                call.cut(self.lse, which).copy_(sinks_by_head(call, sinks, self.lse))
         self.wide = self.lse.double() if self.exact else None
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class Total:
         return end == self.lse.shape[self.call.seq]
 
 
-class Sum:
+class GradSum:
     """A gradient, summed from parts over some rows: several in one pass, in float32 and in order."""
 
     def __init__(self, call: Call, like: torch.Tensor, parts: int) -> None:
@@ -104,16 +104,16 @@ class Sum:
     def flush(self, heads: Range) -> None:
         parts = self.pending.pop(heads)
         for lo, hi in itertools.pairwise(sorted({end for which, _ in parts for end in which})):
-            found = [
+            terms = [
                 self.call.cut(part, (lo - first, hi - first))
                 for (first, last), part in parts
                 if first <= lo and hi <= last
             ]
             total = self.call.cut(self.total, (lo, hi), heads)
-            if heads in self.begun and found:
-                found.insert(0, total)
-            if found:
-                add_into(found, total)
+            if heads in self.begun and terms:
+                terms.insert(0, total)
+            if terms:
+                add_into(terms, total)
         self.begun.add(heads)
 
     def result(self) -> torch.Tensor:
@@ -122,6 +122,6 @@ class Sum:
         return self.total.to(self.like.dtype)
 
 
-def by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def sinks_by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Sinks in a shape that broadcasts against `lse`."""
     return sinks.view([-1 if dim == call.head else 1 for dim in range(lse.ndim)])
