@@ -445,7 +445,7 @@ def test_refusals():
             fa.flash_attn_varlen_func(*packed, cu, cu, 4, 4, **options)
     with pytest.raises(InvalidArgument, match="cu_seqlens_k"):
         fa.flash_attn_varlen_func(*packed, cu, None, 4, 4)
-    with pytest.raises(InvalidArgument, match="max_q: got 3"):
+    with pytest.raises(InvalidArgument, match="max_seqlen_q: got 3"):
         fa.flash_attn_varlen_func(*packed, cu, cu, 3, 4)
 
 
@@ -514,10 +514,39 @@ def test_what_was_right_once_is_not_right_for_ever():
         ({"table": cache.table + 99}, "block_table"),
         ({"softcap": -1.0}, "softcap"),
         ({"softmax_scale": [1.0]}, "scale"),
-        ({"q": q.clone().requires_grad_()}, "requires grad"),
     ]:
         for _ in range(2):
             with pytest.raises(InvalidArgument, match=words):
                 step(**wrong)
     assert (cache.k.equal(before[0]), cache.v.equal(before[1])) == (True, True)
     assert step().equal(want)
+
+
+@pytest.mark.parametrize("form", ["rows", "pages"])
+def test_caches_have_no_gradients(form):
+    """As in flash-attn: neither the output nor the cache becomes part of a graph."""
+    cache = Cache(form, 3, 20)
+    lengths = torch.tensor([0, 7, 18], dtype=torch.int32)
+    q, k, v = (x.requires_grad_() for x in (peaked(3, 1, HEADS, 16), peaked(3, 1, 2, 16), peaked(3, 1, 2, 16)))
+    for new in ((k, v), (None, None)):
+        out, lse = fa.flash_attn_with_kvcache(
+            q, cache.k, cache.v, *new, cache_seqlens=lengths, return_softmax_lse=True, **cache.options
+        )
+        assert not any(x.requires_grad for x in (out, lse, cache.k, cache.v))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softmax_scale": torch.inf}, "^softmax_scale: got inf"),
+        ({"s_aux": torch.ones(5)}, "^s_aux: got shape"),
+    ],
+)
+def test_errors_name_flash_attentions_arguments(options, message):
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(InvalidArgument, match=message):
+        fa.flash_attn_func(q, q, q, **options)
+    with pytest.raises(InvalidArgument, match=message):
+        fa.flash_attn_with_kvcache(q, q, q, **options)
+    with pytest.raises(InvalidArgument, match="^k_cache: got a last dim of 4, expected 8, as q$"):
+        fa.flash_attn_with_kvcache(q, q[..., :4], q)

@@ -23,7 +23,8 @@ from ..validation import values
 from ._flash.inputs import Rows, inputs, needs_inputs
 from ._flash.install import install, uninstall
 from ._flash.kvcache import flash_attn_with_kvcache
-from ._flash.options import Later, WindowSize, one_table, translate
+from ._flash.options import NAMES, Later, WindowSize, one_table, translate
+from .caller_names import caller_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,6 +45,7 @@ __all__ = [
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@caller_names(**NAMES)
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -107,6 +109,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@caller_names(**NAMES, kv_lengths="seqused_k", context_lens="seqused_k", k_pages="k", v_pages="v")
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,

@@ -153,7 +153,8 @@ def attention_forward(
 def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
     """Refuses arguments of transformers that have no counterpart here."""
     if dropout != 0.0:
-        remedy = "tilewise has no dropout: set the config's attention_dropout to 0"
+        names = "attention_dropout, attn_pdrop, attention_probs_dropout_prob or dropout_rate"
+        remedy = f"tilewise has no dropout: set the config's own ({names}) to 0, or call model.eval()"
         raise InvalidArgument("dropout", dropout, "0.0", remedy)
     if output_attentions:
         remedy = "attn_implementation='eager' has attention weights"

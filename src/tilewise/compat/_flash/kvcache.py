@@ -13,17 +13,25 @@ from ...core.tracing import is_traced
 from ...dispatch import call_cache
 from ...errors import InvalidArgument
 from ...validation import calls, values
+from ..caller_names import caller_names
 from .append import check_new_tokens, checked_tables, rotate_tokens, write_tokens
 from .inputs import FP8, Rows, descales, inputs, needs_inputs, second_query, stored
-from .options import CacheLater, Later, WindowSize, one_table, translate
+from .options import NAMES, CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 LONGEST = 2**31 - 1
+# FlashAttention's names of the arguments that are a cache in tilewise's calls.
+OF_CACHE = {
+    "k": "k_cache", "v": "v_cache", "k_pages": "k_cache", "v_pages": "v_cache", "kv_lengths": "cache_seqlens",
+    "context_lens": "cache_seqlens",
+}  # fmt: skip
 Pages = tuple[()] | tuple[torch.Tensor, torch.Tensor]  # a block table and lengths, or none
 
 
+@torch.no_grad()
+@caller_names(**NAMES)
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None,
@@ -61,10 +69,11 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: int32 `[B + 1]`, offsets of packed `k` and `v` `[T, Hkv, D]`.
         rotary_seqlens: int32 `[B]`: the positions from which rotation counts, instead of `cache_seqlens`.
 
-    All arguments are checked before the cache is written. The other options are those of `flash_attn_func`.
+    All arguments are checked before the cache is written. The other options are those of `flash_attn_func`. As in
+    flash-attn, there are no gradients: the output does not require grad.
     """
-    if k is None and not (v is rotary_cos is rotary_sin is cu_seqlens_k_new is None):
-        raise InvalidArgument("k", None, "new keys", "v, rotary_cos, rotary_sin and cu_seqlens_k_new come with k")
+    if k is None and not (v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None):
+        raise InvalidArgument("k", None, "new keys", "v, cu_seqlens_k_new and all of rotary_ come with k")
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidArgument("rotary_cos", "one table of two", "rotary_cos and rotary_sin")
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -85,7 +94,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         leftpad = _lengths("cache_leftpad", cache_leftpad, batch, q.device)
         values.check_lengths("cache_leftpad", leftpad, lengths, "tokens in the row", None)
-        options["mask"] = _leftpad_mask(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
+        options["mask"] = _leftpad_mask(leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
     options |= _form_options(total, table, cu_seqlens_q, max_seqlen_q)
     options["return_lse"] = return_softmax_lse
     pages = () if table is None else (table, total)
@@ -137,6 +146,7 @@ def _form_options(
     return options | {"cu_seqlens_q": offsets, "max_q": None if longest is None else index(longest)}
 
 
+@caller_names(**OF_CACHE)
 def _check_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, options: dict[str, Any], always: bool
 ) -> None:
@@ -149,6 +159,7 @@ def _check_call(
         check(q.float() if q.dtype == FP8 else q, stored(k), stored(v), *pages, Options(**options))
 
 
+@caller_names(**OF_CACHE)
 def _attend(q: torch.Tensor, k: Any, v: Any, pages: Pages, options: dict[str, Any]) -> Any:
     """Attention over the rows or, with a table and lengths, the `pages` of a cache."""
     attend: Any = paged_attention if pages else attention

@@ -11,6 +11,11 @@ import torch
 from ...errors import InvalidArgument
 from ...validation import keywords
 
+# FlashAttention's names of tilewise's arguments.
+NAMES = {
+    "scale": "softmax_scale", "window": "window_size", "chunk": "attention_chunk", "sinks": "s_aux",
+    "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
+}  # fmt: skip
 Side = int | None
 WindowSize = tuple[Side, Side] | Sequence[Side] | torch.Tensor | None
 
