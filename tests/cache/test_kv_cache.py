@@ -426,3 +426,21 @@ def test_flags_are_bools(wrong):
     with pytest.raises(InvalidArgument, match="rotate"):
         PagedKVCache(1, 1, 1, 8, "f32", rotate=wrong)
     assert KVCache(1, 1, 8, 8, "f32", ring=np.True_).ring is True
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((1, 4, 1, 64), torch.float32, "k: got a batch of 2, expected 1, as q"),
+        ((2, 4, 1, 32), torch.float32, "k: got a last dim of 64, expected 32, as q"),
+        ((2, 3, 1, 64), torch.float32, "k: got 2 heads"),
+        ((2, 4, 1, 64), torch.float16, "k: got torch.float32"),
+    ],
+)
+def test_a_query_that_does_not_fit_is_named_as_the_query(shape, dtype, reason, rotate):
+    """Nobody passed `k`."""
+    cache = KVCache(2, 2, 64, 64, rotate=rotate)
+    cache.append(*torch.randn(2, 2, 2, 5, 64))
+    with pytest.raises(InvalidArgument, match=rf"^q: got \({shape[0]}, .* fits the cache; {reason}"):
+        cache.attend(torch.zeros(shape, dtype=dtype))

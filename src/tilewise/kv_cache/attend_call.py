@@ -41,6 +41,16 @@ def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, An
     get = options.get
     if get("tile_map") is None and get("key_indices") is None and get("block_indices") is None:
         options.setdefault("validate", False)  # lengths and tables are the cache's own
+    try:
+        return _attend(q, call, rotate, options)
+    except InvalidArgument as error:
+        if error.argument in ("k", "v", "k_pages", "v_pages"):  # the caller gave only q
+            shape = f"{tuple(getattr(q, 'shape', ()))} {getattr(q, 'dtype', '')}"
+            raise InvalidArgument("q", shape, "a query that fits the cache", str(error)) from None
+        raise
+
+
+def _attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
     if not rotate:
         return call(q, **options)
     back, out = returner(q), options.pop("out", None)
