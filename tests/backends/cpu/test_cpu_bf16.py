@@ -36,7 +36,7 @@ def test_rows_of_latent_attention_are_decoded_by_pairs(heads, q_len):
     assert config.is_decode(p)
     assert made.params.pairs
     assert (made.params.prefill, made.params.prefill_amx) == (0, 0)
-    assert launch.kernels(p, 0, False)["amx_qk"] == "bf16_qk"
+    assert launch.kernels(p, 0, False)["matrix_qk"] == "bf16_qk"
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
         if p.value_dim % (W * v.packing) == 0 and not v.scales_in_row:
             names["pv"] = f"pv {v.name}"
         if gemv_amx.serves(p) and not p.shared:
-            names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
+            names |= {"matrix_qk": "amx_qk", "matrix_pv": "amx_pv"}
         elif config.takes_pairs(p):
-            names |= {"amx_qk": "bf16_qk", "amx_pv": "bf16_pv"}
+            names |= {"matrix_qk": "bf16_qk", "matrix_pv": "bf16_pv"}
         if config.multiplies_pairs(p) and not p.shared:
             names["qk_pairs"] = "qk pairs"
         for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):

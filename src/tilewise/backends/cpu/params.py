@@ -85,8 +85,8 @@ class Params(ctypes.Structure):
         *fields("work_items partials threads"),
         # If each call lists its own work items: the kernel, their most; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
-        # Kernels, by address
-        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
+        # Kernels, by address; `matrix_*`: products of decode by AMX or AVX-512 BF16
+        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
         *fields("dot_qk dot_pv qk_pairs"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the struct of the shared call, the positions of rows in it, the next item to merge

@@ -68,9 +68,9 @@ def decode(params, scratch, address):
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
-    by_amx = p.amx_qk != 0 and (p.pairs != 0 or R >= LEAST_TILE_ROWS)
+    by_matrix = p.matrix_qk != 0 and (p.pairs != 0 or R >= LEAST_TILE_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
-    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_amx or quantised)
+    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
     first, last = ZERO, ZERO
     list_chosen(p, shared, item)  # the same for all heads of a batch
     for n in range(p.head_batch):
@@ -78,9 +78,9 @@ def decode(params, scratch, address):
         for r in range(R):
             row = query_row(p, item, q_start, r // item.rows, r % item.rows)
             widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
-        if by_amx:
+        if by_matrix:
             pack_queries(p, t, item, q_start, R)
-        if p.qk_pairs and not by_amx:
+        if p.qk_pairs and not by_matrix:
             for r in range(R):
                 row = query_row(p, item, q_start, r // item.rows, r % item.rows)
                 widen_f32(t.packed + 2 * r * D, row, p.head_dim // 2)
@@ -100,9 +100,8 @@ def decode(params, scratch, address):
                 unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
-                    decode_tile(
-                        p, t, item, place(p, item, kv_start, chosen_keys(p, t)), R, origin, end, last, unmasked, by_amx
-                    )
+                    at = place(p, item, kv_start, chosen_keys(p, t))
+                    decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix)
         tile += size
 
 
@@ -149,7 +148,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
 
 
 @jit
-def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
+def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     """Keys `origin` to `end` of an item that ends at `last`; `unmasked`: all rows see all of them."""
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     keys, count = SCORES + PAD, end - origin
@@ -157,7 +156,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
     qk, q, ldq, width = plain_qk(p, t, D)
     k_distance, pad = p.prefetch_distance, KEY_PAD
-    tiled = count // TILE_KEYS * TILE_KEYS if by_amx and unmasked else ZERO
+    tiled = count // TILE_KEYS * TILE_KEYS if by_matrix and unmasked else ZERO
     if not unmasked or p.qk == 0:
         widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
         qk, q, ldq, width, k_distance = p.qk_f32, t.q, D, D, ZERO

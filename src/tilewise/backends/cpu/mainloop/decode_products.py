@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..codegen.calls import call_amx, call_pv, call_qk
+from ..codegen.calls import call_matrix, call_pv, call_qk
 from ..codegen.load_store import clear, row_times, transpose, widen_f32
 from ..codegen.numba_ops import ONE, ZERO, jit, up
 from ..codegen.prefetch import prefetch_rows
@@ -42,11 +42,11 @@ def pack_queries(p, t, item, q_start, R):
 
 @jit
 def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
-    """s = q k^T; prefetches V's first rows. AMX multiplies the first `tiled` keys."""
+    """s = q k^T; prefetches V's first rows. `matrix_qk` multiplies the first `tiled` keys."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
-        call_amx(p.amx_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
+        call_matrix(p.matrix_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
     if tiled < count:
         n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
         call_qk(qk, q, ldq, R, rows, n, width, s, SCORES, scales, keys, p.k_group, distance)
@@ -84,7 +84,7 @@ def quantise_weights(p, t, R, count, keys):
 def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
     """acc += p v, in chunks: short sums round less."""
     if tiled:
-        call_amx(p.amx_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
+        call_matrix(p.matrix_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
     if scaled and p.dot_pv and quantise_weights(p, t, R, count, keys):  # exact sums
         fours = up(count, FOUR)
         weights = t.weights
