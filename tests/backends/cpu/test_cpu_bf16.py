@@ -30,11 +30,11 @@ def latent(q_len=1, heads=16, **changes):
 
 @needs_bf16
 @pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (16, 1), (128, 1), (128, 4), (16, 300)])
-def test_rows_of_latent_attention_are_decoded_by_pairs(heads, q_len):
+def test_rows_of_latent_attention_are_decoded_by_bf16_dots(heads, q_len):
     p = latent(q_len, heads)
     made = launch.make_launch(p, 2)
     assert config.is_decode(p)
-    assert made.params.pairs
+    assert made.params.bf16_dot
     assert (made.params.prefill, made.params.prefill_amx) == (0, 0)
     assert launch.kernels(p, 0, False)["matrix_qk"] == "bf16_qk"
 
@@ -50,8 +50,8 @@ def test_rows_of_latent_attention_are_decoded_by_pairs(heads, q_len):
     ],
 )
 def test_other_calls_are_not(changes):
-    assert not config.takes_pairs(latent(**changes))
-    assert not launch.make_launch(latent(**changes), 1).params.pairs
+    assert not config.uses_bf16_dot_decode(latent(**changes))
+    assert not launch.make_launch(latent(**changes), 1).params.bf16_dot
 
 
 @needs_bf16

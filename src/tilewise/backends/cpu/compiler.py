@@ -295,7 +295,7 @@ ALL = [
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_sdot() for what in ("sdot_qk", "sdot_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
-    *(("backward bf16", "bf16_qk", "bf16_pv", "qk pairs") if has_bf16() else ()),
+    *(("backward bf16", "bf16_qk", "bf16_pv", "qk bf16_dot") if has_bf16() else ()),
 ]
 
 

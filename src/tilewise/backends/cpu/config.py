@@ -32,20 +32,20 @@ class Config:
     partial_bytes: int  # of an item's split-KV partial
     max_work_items: int
     decode_rows: int  # most rows of a group for the decode mainloop
-    pairs: bool  # decode by pairs of bf16 numbers
+    bf16_dot: bool  # see `uses_bf16_dot_decode`
 
 
 EVERY_ROW = 1 << 40
 
 
-def takes_pairs(p: Problem) -> bool:
+def uses_bf16_dot_decode(p: Problem) -> bool:
     """Whether decode uses AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
     whole = p.head_dim % (2 * W) == 0 and p.value_dim % (2 * W) == 0
     bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
     return p.v_in_k and bf16 and whole and has_bf16() and not amx.usable()
 
 
-def multiplies_pairs(p: Problem) -> bool:
+def uses_bf16_dot_qk(p: Problem) -> bool:
     """Whether decode uses AVX-512 BF16 for Q K^T in tiles that all rows see.
 
     Not with a dense mask: which tiles those are would depend on the tile map, which must not change a bit.
@@ -55,7 +55,7 @@ def multiplies_pairs(p: Problem) -> bool:
 
 
 def is_decode(p: Problem) -> bool:
-    return p.group * own_rows(p) <= DECODE_ROWS or takes_pairs(p)
+    return p.group * own_rows(p) <= DECODE_ROWS or uses_bf16_dot_decode(p)
 
 
 def own_rows(p: Problem) -> int:
@@ -72,12 +72,12 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     """`parts`: bf16 parts of a number if AMX is used, else 0."""
     most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
-    pairs = takes_pairs(p)
+    bf16_dot = uses_bf16_dot_decode(p)
     if p.selection is not None:
         block = own_rows(p)
         rows = -(-block // -(-block // rows))
-    # With pairs a row's bits depend on its tile, which then must not depend on the batch.
-    elif (not p.packed_q or p.q_len <= 1) and not pairs:
+    # By AVX-512 BF16 a row's bits depend on its tile, which then must not depend on the batch.
+    elif (not p.packed_q or p.q_len <= 1) and not bf16_dot:
         step = max(1, PANEL // p.group)
         rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
     keys = tile_keys(parts)
@@ -103,7 +103,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     if split >= all_keys:
         split = 0
     pieces = -(-all_keys // split) + 1 if split else 1
-    decode_rows = EVERY_ROW if pairs else DECODE_ROWS
+    decode_rows = EVERY_ROW if bf16_dot else DECODE_ROWS
     part_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
     return Config(
         threads,
@@ -114,7 +114,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
         4 * part_rows * (Dv + 2) if split else 0,
         tiles * p.kv_heads * pieces,
         decode_rows,
-        pairs,
+        bf16_dot,
     )
 
 

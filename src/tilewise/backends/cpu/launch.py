@@ -52,7 +52,7 @@ def prepare(problem: Problem) -> Plan:
     return Plan(
         p,
         "cpu",
-        f"{'bf16 ' * params.pairs}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
+        f"{'bf16 ' * params.bf16_dot}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
         splits=-(-config.keys_of(p) // params.split_size) if params.split_size else 1,
         workspace_bytes=launch.scratch * threads + launch.max_work_items * params.partial_bytes,
@@ -64,7 +64,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
-    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows pairs".split()
+    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows bf16_dot".split()
     params = problem_params(
         p,
         split_few=p.split_size is not None,
@@ -150,10 +150,10 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
             names["pv"] = f"pv {v.name}"
         if gemv_amx.serves(p) and not p.shared:
             names |= {"matrix_qk": "amx_qk", "matrix_pv": "amx_pv"}
-        elif config.takes_pairs(p):
+        elif config.uses_bf16_dot_decode(p):
             names |= {"matrix_qk": "bf16_qk", "matrix_pv": "bf16_pv"}
-        if config.multiplies_pairs(p) and not p.shared:
-            names["qk_pairs"] = "qk pairs"
+        if config.uses_bf16_dot_qk(p) and not p.shared:
+            names["qk_bf16_dot"] = "qk bf16_dot"
         for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):
             if gemv.serves(k, p.head_dim):
                 names["dot_qk"] = f"{name}_qk {k.name}"

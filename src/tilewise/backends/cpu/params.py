@@ -81,13 +81,13 @@ class Params(ctypes.Structure):
         *fields("scale softcap", ctypes.c_double),
         # Tiles and work items
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
-        *fields("decode_rows pairs"),  # most rows of a group for decode; bf16 pairs (`gemv_bf16.py`)
+        *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`
         *fields("work_items partials threads"),
         # If each call lists its own work items: the kernel, their most; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
         # Kernels, by address; `matrix_*`: products of decode by AMX or AVX-512 BF16
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
-        *fields("dot_qk dot_pv qk_pairs"),
+        *fields("dot_qk dot_pv qk_bf16_dot"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the struct of the shared call, the positions of rows in it, the next item to merge
         *fields("shared places next_merge"),

@@ -18,7 +18,7 @@ from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 from .gradient import dot_pairs
 
 CACHE_LINE = 64
-PAIRS = "pairs"
+BF16_DOT = "bf16_dot"
 I1 = ir.IntType(1)
 # Keys in flight for 4, 3, 2 or 1 rows: as many accumulators as leave registers for K and q.
 KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
@@ -27,11 +27,11 @@ KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
 def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
-    `scales` has a float for each key; those of the next group of elements are `line` floats later. For PAIRS a float of
-    q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
+    `scales` has a float for each key; those of the next group of elements are `line` floats later. For BF16_DOT a float
+    of q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
     """
-    pairs = kind == PAIRS
-    kind = "f32" if pairs else kind
+    bf16_dot = kind == BF16_DOT
+    kind = "f32" if bf16_dot else kind
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
 
     @microkernel("iiiiiiiiiii")
@@ -39,7 +39,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
         line: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
-        b, multiply = e.builder, partial(dot_pairs, e) if pairs else e.fma
+        b, multiply = e.builder, partial(dot_pairs, e) if bf16_dot else e.fma
         span = b.sdiv(width, e.i64(parts))  # elements of a row that a part holds
         bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
         with e.loop(count, keys) as key:

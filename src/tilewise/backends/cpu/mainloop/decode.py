@@ -68,7 +68,7 @@ def decode(params, scratch, address):
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
-    by_matrix = p.matrix_qk != 0 and (p.pairs != 0 or R >= LEAST_TILE_ROWS)
+    by_matrix = p.matrix_qk != 0 and (p.bf16_dot != 0 or R >= LEAST_TILE_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
     together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
     first, last = ZERO, ZERO
@@ -80,7 +80,7 @@ def decode(params, scratch, address):
             widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         if by_matrix:
             pack_queries(p, t, item, q_start, R)
-        if p.qk_pairs and not by_matrix:
+        if p.qk_bf16_dot and not by_matrix:
             for r in range(R):
                 row = query_row(p, item, q_start, r // item.rows, r % item.rows)
                 widen_f32(t.packed + 2 * r * D, row, p.head_dim // 2)

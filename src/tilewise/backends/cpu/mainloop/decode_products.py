@@ -24,7 +24,7 @@ HEAD_BYTES = np.int64(4096)  # of one head's keys at a time
 def pack_queries(p, t, item, q_start, R):
     """Packs bf16 queries in pairs for AMX, [D / 32, 16 pairs, 16 rows], or for `gemv_bf16.py`."""
     words = p.head_dim // 2
-    if p.pairs:
+    if p.bf16_dot:
         r = 0
         while r < R:
             n = block_rows(R - r)
@@ -103,8 +103,8 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
 @jit
 def plain_qk(p, t, D):
     """The function that multiplies keys in place, its queries, the length of their rows, and its width."""
-    if p.qk_pairs:
-        return p.qk_pairs, t.packed, D // 2, p.head_dim // 2
+    if p.qk_bf16_dot:
+        return p.qk_bf16_dot, t.packed, D // 2, p.head_dim // 2
     return p.qk, t.q, D, p.head_dim
 
 
