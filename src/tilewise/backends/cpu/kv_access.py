@@ -215,8 +215,8 @@ def list_ahead(p, x, at, table, first, count, end, distance):
 
 
 @jit
-def list_scales(p, x, at, table, first, count, pad, line):
-    """The scales of `count` rows as float32, [groups, line]; zeros up to a multiple of `pad`."""
+def list_scales(p, x, at, table, first, count, pad, ld):
+    """The scales of `count` rows as float32, [groups, ld]; zeros up to a multiple of `pad`."""
     groups = (x.width + x.group - 1) // x.group
     j = 0
     while j < count:
@@ -228,10 +228,10 @@ def list_scales(p, x, at, table, first, count, pad, line):
             run = min(p.page - (first + j) % p.page, count - j)
         for g in range(groups):
             for i in range(run):
-                put_f32(table + 4 * (g * line + j + i), get_one(start + i * x.scales_l, x.scales_dtype, g))
+                put_f32(table + 4 * (g * ld + j + i), get_one(start + i * x.scales_l, x.scales_dtype, g))
         j += run
     for g in range(groups):
-        fill(table + 4 * g * line, count, up(count, pad), F(0))
+        fill(table + 4 * g * ld, count, up(count, pad), F(0))
 
 
 @jit

@@ -171,17 +171,17 @@ def append_part(p, scratch, part, parts):
             slot, outer = position % p.wrap, b
             if p.table:
                 outer = types.int64(get_i32(p.table + b * p.table_b + position // p.wrap * 4))
-            line, token = (types.int64(0), first + i) if p.packed else (b, i)
+            source_row, token = (types.int64(0), first + i) if p.packed else (b, i)
             for h in range(p.heads):
                 put_row(
-                    p.k_source + line * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_dtype,
+                    p.k_source + source_row * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_dtype,
                     p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
                     p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
                 )  # fmt: skip
                 if not p.v_width:  # V is in K
                     continue
                 put_row(
-                    p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
+                    p.v_source + source_row * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
                     p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_dtype, p.v_width,
                     p.v_scales + outer * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
                 )  # fmt: skip

@@ -24,7 +24,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
-from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put_tensor
+from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import total
 from .threads import MOST_KEPT, pool
@@ -234,9 +234,9 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
     launch, address = compiler.entry("launch"), ctypes.addressof(params)
     own_items, items = params.schedule != 0, params.max_items or params.items
     params.threads = threads = min(params.threads, items)
-    size = LAUNCH_BYTES + -(-items * params.partial_bytes // LINE) * LINE + scratch
+    size = LAUNCH_BYTES + -(-items * params.partial_bytes // CACHE_LINE) * CACHE_LINE + scratch
     if own_items:
-        size += items * WORK_ITEM.itemsize + 8 * params.batch + LINE
+        size += items * WORK_ITEM.itemsize + 8 * params.batch + CACHE_LINE
     kv_lengths, cu_q = (AFTER_SCALES.index(name) for name in ("kv_lengths", "cu_seqlens_q"))
 
     def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *more: Any) -> bool:

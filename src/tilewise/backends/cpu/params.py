@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.mask_rules import NO_RULES
 
-LINE = 64  # bytes of a cache line
+CACHE_LINE = 64  # bytes
 
 
 def fields(names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
@@ -143,4 +143,4 @@ class LaunchBlock(ctypes.Structure):
 
 PARAMS, GRADIENTS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, WorkItem, Task, Team))
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
-LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // LINE) * LINE
+LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // CACHE_LINE) * CACHE_LINE

@@ -13,7 +13,7 @@ from .codegen.load_store import fetch_add, get_i32, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, task_at, team_at, up
 from .kv_access import affine, rows_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
-from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
+from .params import CACHE_LINE, LAUNCH_BYTES, TEAM_BYTES, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
 from .scratch import partition
 
 NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
@@ -76,12 +76,12 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_le
             return WRONG_TABLES
         p.work_items = p.partials
         order = p.work_items + p.max_items * WORK_ITEM_BYTES
-        p.partials = up(order + 8 * p.batch, LINE)
+        p.partials = up(order + 8 * p.batch, CACHE_LINE)
         call_kernel(p.schedule, scratch, order)
         p.threads = min(p.threads, p.items)
         if cu_q and get_i32(cu_q + 4 * p.batch) < p.q_rows:
             spare = SPARE_ROWS
-    own = p.partials + up(p.items * p.partial_bytes, LINE)
+    own = p.partials + up(p.items * p.partial_bytes, CACHE_LINE)
     if p.shared:  # not copied: an earlier attempt may have used it
         shared = params_at(p.shared)
         shared.next_item, shared.done, shared.undone = 0, 0, 0

@@ -15,7 +15,7 @@ from .codegen.vector import I64, W
 from .config import DECODE_ROWS, FEW_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
 from .gemm.amx import BLOCK
 from .gemm.fp32 import KEYS, PANEL
-from .params import LINE
+from .params import CACHE_LINE
 
 # np.int64, not int: Numba would compile a function again for every literal argument.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
@@ -140,7 +140,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
 def backward_total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
     """Bytes of a thread's scratch memory in the backward pass."""
     sizes = backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
-    return int(sum(sizes) + LINE * (len(sizes) + 1))
+    return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
 
 def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
@@ -165,7 +165,7 @@ def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch
     sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen)
     tiles = amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
     first = Scratch._fields.index("q")
-    spare = LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
+    spare = CACHE_LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
     return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(tiles)) + spare)
 
 
@@ -176,7 +176,7 @@ def aligned_addresses(typingctx, base, sizes):
 
     def codegen(context, builder, sig, args):
         def aligned(address):
-            return builder.and_(builder.add(address, ir.Constant(I64, LINE - 1)), ir.Constant(I64, -LINE))
+            return builder.and_(builder.add(address, ir.Constant(I64, CACHE_LINE - 1)), ir.Constant(I64, -CACHE_LINE))
 
         places = [aligned(args[0])]
         for i in range(len(sizes) - 1):

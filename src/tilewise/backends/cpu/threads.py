@@ -17,7 +17,7 @@ import numpy as np
 from ...core import forks
 from . import compiler
 from .openmp import PARALLEL, find_parallel
-from .params import LINE, Task, Team
+from .params import CACHE_LINE, Task, Team
 
 MOST_KEPT = 64 * 2**20  # bytes of scratch memory; more is freed by the thread's next call
 
@@ -54,9 +54,9 @@ class Scratch:
 
     def address(self, size: int) -> int:
         if self.size < size:
-            self.memory = np.empty(size + LINE, dtype=np.uint8)
+            self.memory = np.empty(size + CACHE_LINE, dtype=np.uint8)
             self.size = size if size <= MOST_KEPT else 0
-            self.start = (self.memory.ctypes.data + LINE - 1) // LINE * LINE
+            self.start = (self.memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         return self.start
 
 

@@ -15,9 +15,9 @@ from ....core.storage import FORMATS
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
+from ..params import CACHE_LINE
 from .gradient import dot_pairs
 
-CACHE_LINE = 64
 BF16_DOT = "bf16_dot"
 I1 = ir.IntType(1)
 # Keys in flight for 4, 3, 2 or 1 rows: as many accumulators as leave registers for K and q.
@@ -27,8 +27,8 @@ KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
 def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
-    `scales` has a float for each key; those of the next group of elements are `line` floats later. For BF16_DOT a float
-    of q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
+    `scales` has a float for each key; those of the next group of elements are `group_stride` floats later. For BF16_DOT
+    a float of q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
     """
     bf16_dot = kind == BF16_DOT
     kind = "f32" if bf16_dot else kind
@@ -37,7 +37,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
     @microkernel("iiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, distance: Value,
+        group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b, multiply = e.builder, partial(dot_pairs, e) if bf16_dot else e.fma
         span = b.sdiv(width, e.i64(parts))  # elements of a row that a part holds
@@ -54,7 +54,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
                     element = b.add(d, b.mul(span, e.i64(part)))
                     ks = [e.load(source, d, kind, part) for source in sources]
                     if FORMATS[kind].is_quantised:
-                        first = b.mul(b.lshr(element, bits), line)
+                        first = b.mul(b.lshr(element, bits), group_stride)
                         factors = [e.splat(e.load_scalar(scales, b.add(first, n), F32)) for n in numbers]
                         ks = [b.fmul(x, factor) for x, factor in zip(ks, factors, strict=True)]
                     for i in range(queries):
@@ -78,15 +78,15 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
 def make_pv(kind: str, queries: int, vectors: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on.
 
-    Weights of the next group of elements, with its scales folded in, are `line` floats later.
+    Weights of the next group of elements, with its scales folded in, are `group_stride` floats later.
     """
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
     vectors //= parts
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         span = b.sdiv(width, e.i64(parts))
@@ -97,7 +97,7 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
         groups = dict.fromkeys(places, e.i64(0))
         if FORMATS[kind].is_quantised:
             bits = b.cttz(group, ir.Constant(I1, 1))
-            groups = {place: b.mul(b.lshr(elements[place], bits), line) for place in places}
+            groups = {place: b.mul(b.lshr(elements[place], bits), group_stride) for place in places}
         weights_at = {(i, place): b.add(b.mul(ldp, e.i64(i)), groups[place]) for i, place in cells}
         sums = {cell: e.var(e.zeros) for cell in cells}
         with e.loop(count) as key:
@@ -118,7 +118,7 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
 
 
 def qk_function(kind: str) -> Any:
-    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance)`: s [R, count] = q k^T.
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance)`: s [R, count] = q k^T.
 
     `count` is a multiple of 8.
     """
@@ -152,7 +152,7 @@ def by_rows(name: str, four: Any, three: Any, two: Any, one: Any) -> Any:
 
 
 def pv_function(kind: str) -> Any:
-    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
+    """`fn(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance)`: acc [R, width] += p v."""
     parts = FORMATS[kind].packing  # a step takes a vector from each half of a packed row
     wide = [make_pv(kind, n, 4) for n in ROWS]
     thin = [make_pv(kind, n, parts) for n in ROWS]
@@ -160,14 +160,14 @@ def pv_function(kind: str) -> Any:
     wide_strip, thin_strip = jit(by_rows(f"wide_{kind}", *wide)), jit(by_rows(f"thin_{kind}", *thin))
     step = 4 // parts * W
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         span = width // parts
         start = 0
         while start + step <= span:
-            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
             start += step
         while start < span:
-            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
             start += W
 
     return pv

@@ -83,7 +83,7 @@ def make_qk(kind: str) -> Any:
     @microkernel("iiiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, R: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value,
-        scales: Value, line: Value, group: Value, distance: Value,
+        scales: Value, group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         size = b.sdiv(width, e.i64(parts))  # bytes of a row
@@ -102,7 +102,7 @@ def make_qk(kind: str) -> Any:
                         [_elements(e, _bytes(e, b.add(x, byte), step), kind, part) for step in range(0, LINE, BYTES)]
                         for x in sources
                     ]
-                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
+                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), group_stride), key))
                     if kind == "int4":
                         factor = b.fmul(factor, e.f32s(1 / 16))
                     with e.loop(R) as i:
@@ -124,21 +124,21 @@ def make_qk(kind: str) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys (a multiple of 4), for 16 bytes of V's rows from `start` on.
 
-    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `group_stride` words later.
     """
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
         room = b.lshr(ldp, e.i64(2))  # words of a limb
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            starts = weights_at(e, queries, element, bits, ldp, line)
+            starts = weights_at(e, queries, element, bits, ldp, group_stride)
             sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(4)] for _ in range(queries)]
             with e.loop(count, 4) as key:
                 lines = []
@@ -183,8 +183,8 @@ def sdot_qk_function(kind: str) -> Any:
     """As `gemv_fp32.qk_function`: `q` is packed by `quantise_queries`, `count` a multiple of 4."""
     product = make_qk(kind)
 
-    def qk(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance):  # type: ignore[no-untyped-def]
-        product(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance)
+    def qk(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance):  # type: ignore[no-untyped-def]
+        product(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance)
 
     return qk
 
@@ -194,20 +194,20 @@ def sdot_pv_function(kind: str) -> Any:
     two, one, parts = make_pv(kind, 2), make_pv(kind, 1), PARTS[kind]
 
     @jit
-    def four(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
+    def four(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance):  # type: ignore[no-untyped-def]
         """Two and two: the sums of four rows would not fit in registers."""
-        two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
-        two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
+        two(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance)
+        two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, group_stride, group, start, ZERO)
 
     @jit
-    def three(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
-        two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
-        one(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
+    def three(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance):  # type: ignore[no-untyped-def]
+        two(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance)
+        one(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, group_stride, group, start, ZERO)
 
     strip = jit(by_rows(f"sdot_{kind}", four, three, two, one))
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, BYTES):
-            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
 
     return pv

@@ -52,7 +52,7 @@ def make_qk(kind: str, queries: int) -> Any:
     @microkernel("iiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, distance: Value,
+        group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         size = b.sdiv(width, e.i64(parts))  # bytes of a row
@@ -87,7 +87,7 @@ def make_qk(kind: str, queries: int) -> Any:
                         for row, at in zip(sums, limbs_at, strict=True):
                             for m in range(LIMBS):
                                 row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], place)))
-                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
+                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), group_stride), key))
                     for score, row in zip(scores, sums, strict=True):
                         score.set(e.fma(join_limbs(e, row), factor, score.get()))
             for i, score in enumerate(scores):
@@ -100,14 +100,14 @@ def make_qk(kind: str, queries: int) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for a line of V's bytes from `start` on.
 
-    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `group_stride` words later.
     """
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
@@ -115,7 +115,7 @@ def make_pv(kind: str, queries: int) -> Any:
         i16, i32 = e.vector(I16, 2 * W), e.vector(I32)
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            starts = weights_at(e, queries, element, bits, ldp, line)
+            starts = weights_at(e, queries, element, bits, ldp, group_stride)
             halves: list[list[list[Value]]] = []  # [half, query, 2]: 16 sums each
             for half in range(2):
                 sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(2)] for _ in range(queries)]
@@ -186,8 +186,8 @@ def vnni_pv_function(kind: str) -> Any:
     """As `gemv_fp32.pv_function`, with weights packed by `pack_weights`; `count` is a multiple of 4."""
     strip, parts = jit(by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in ROWS))), PARTS[kind]
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, LINE):
-            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
 
     return pv

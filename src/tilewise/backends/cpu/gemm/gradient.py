@@ -49,8 +49,8 @@ def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) ->
     """Stores sums to C, or adds them to it if `keep` is not 0."""
     b = e.builder
     fresh = b.icmp_signed("==", keep, e.i64(0))
-    for i, line in enumerate(sums):
-        for j, x in enumerate(line):
+    for i, row in enumerate(sums):
+        for j, x in enumerate(row):
             at = b.add(b.mul(width, e.i64(i)), e.i64(j * W))
             e.store(b.fadd(b.select(fresh, e.zeros, e.load(c, at)), x.get()), c, at)
 

@@ -8,6 +8,8 @@ A tile is a block of BK keys and BQ rows of each head of the group. Its cells ar
 dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks: a
 block waits for its turn at each tile of rows, so the bits do not depend on threads. Threads take blocks in that order,
 interleaved with those of other heads, so a thread seldom waits. The last block of a tile writes its dq.
+
+`ld` is the leading dimension of s and dP: R, padded to whole panels.
 """
 
 # mypy: ignore-errors
@@ -110,15 +112,15 @@ def set_up_rows(p, g, t, tile, R):
         lses = p.lse + b * p.lse_b + head * p.lse_h
         deltas = g.delta + b * g.delta_b + head * g.delta_h
         for i in range(n):
-            line = q_start + tile.row + i
+            token = q_start + tile.row + i
             lo, hi = key_span(p, places, tile.row + i, kv_len)
             lo, hi = max(lo, tile.start), min(hi, tile.end)
-            lse = get_f32(lses + line * p.lse_l)
+            lse = get_f32(lses + token * p.lse_l)
             if lo >= hi or abs(lse) == INF:
                 lo, hi = ZERO, ZERO
             set_row(t, h * n + i, lo, hi, from_first_key(places, tile.row + i), slope)
             put_f32(t.m + 4 * (h * n + i), lse)
-            put_f32(t.l + 4 * (h * n + i), get_f32(deltas + line * g.delta_l))
+            put_f32(t.l + 4 * (h * n + i), get_f32(deltas + token * g.delta_l))
     for r in range(R, up(R, PANEL)):
         set_row(t, r, ZERO, ZERO, ZERO, F(0))
     list_spans(t, up(R, PANEL))
@@ -138,7 +140,7 @@ def list_blocks(t, tile, R, count):
 
 
 @jit
-def differentiate(p, g, t, tile, R, line, count, factor):
+def differentiate(p, g, t, tile, R, ld, count, factor):
     """Turns dot products s and dP into P and dS, and adds to the gradients of the mask and of ALiBi slopes.
 
     `factor`: the factor that plain scores still need.
@@ -152,24 +154,24 @@ def differentiate(p, g, t, tile, R, line, count, factor):
                 k0, k1 = min(k0, k), min(count, k + KEYS)
         if k0 >= k1:
             continue
-        at, n, key = 4 * (k0 * line + first), k1 - k0, tile.start + k0
+        at, n, key = 4 * (k0 * ld + first), k1 - k0, tile.start + k0
         s, ds, m, l = t.s + at, t.ds + at, t.m + 4 * first, t.l + 4 * first
-        scale_scores(p, s, line, n)
+        scale_scores(p, s, ld, n)
         if p.softcap > 0:
-            softcap_slope(s, t.dcap + at, line, n, cap)
-        if bias_scores(p, t, tile, s, line, first, R, key, n):
-            probs_masked(s, ds, line, n, m, l, factor)
+            softcap_slope(s, t.dcap + at, ld, n, cap)
+        if bias_scores(p, t, tile, s, ld, first, R, key, n):
+            probs_masked(s, ds, ld, n, m, l, factor)
         else:
-            probs_full(s, ds, line, n, m, l, factor)
+            probs_full(s, ds, ld, n, m, l, factor)
         if g.dslopes:
             stride = affine(p, tile.b, ZERO).k_stride
-            add_distances(ds, line, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
+            add_distances(ds, ld, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
         if g.dq_bias or g.dk_bias:
-            add_bias(p, g, t, tile, ds, line, first, R, key, n)
+            add_bias(p, g, t, tile, ds, ld, first, R, key, n)
         if g.dmask:
-            add_mask(p, g, t, tile, ds, line, first, R, key, n)
+            add_mask(p, g, t, tile, ds, ld, first, R, key, n)
         if p.softcap > 0:
-            times_cells(ds, t.dcap + at, line, n)
+            times_cells(ds, t.dcap + at, ld, n)
     if g.dslopes:
         for r in range(R):
             to = t.slope_sums + 4 * (r // tile.rows)
@@ -214,7 +216,7 @@ def mainloop(gemm):
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
     @named(gemm.name)
-    def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
+    def add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing):
         """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
         q_start, q_len, _, _, _ = sequence(p, tile.b)
@@ -227,7 +229,7 @@ def mainloop(gemm):
         else:
             clear(sums, up(R, ROWS) * D)
         if not nothing:
-            add_queries(p, t, tile, line, clean_keys, sums, R)
+            add_queries(p, t, tile, ld, clean_keys, sums, R)
         if visits(p, tile, tile.block + 1):
             store_release(turn, tile.block + 1)
             return
@@ -242,22 +244,22 @@ def mainloop(gemm):
         """A tile of rows: adds to dK and dV, and in turn to dQ."""
         count = tile.end - tile.start
         R = p.heads // p.kv_heads * tile.rows
-        line = up(R, PANEL)
+        ld = up(R, PANEL)
         _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
         if not nothing:
             set_up_rows(p, g, t, tile, R)
             load_rows(p, g, t, tile, R)
             list_blocks(t, tile, R, count)
-            if not cells(p, t, tile, R, line, count):
-                factor = dots(p, t, tile, R, line, count)
-                differentiate(p, g, t, tile, R, line, count, factor)
-                pack_cells(t, line, count)
+            if not cells(p, t, tile, R, ld, count):
+                factor = dots(p, t, tile, R, ld, count)
+                differentiate(p, g, t, tile, R, ld, count, factor)
+                pack_cells(t, ld, count)
             if g.dv:
-                add_values(p, t, line, count)
+                add_values(p, t, ld, count)
             if g.dk:
-                add_keys(p, t, line, count)
+                add_keys(p, t, ld, count)
         if g.dq:
-            add_to_queries(p, g, t, tile, clean_keys, R, line, nothing)
+            add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing)
 
     @named(gemm.name)
     def key_block(p, g, t, b, head, block):
@@ -282,12 +284,12 @@ def mainloop(gemm):
             if first < row + tile.rows:  # else no row is that far
                 row_tile(p, g, t, tile, clean_keys)
         for j in range(count):
-            line = kv_start + start + j
+            token = kv_start + start + j
             if g.dk:
-                to = g.dk + at.b * g.dk_b + head * g.dk_h + line * g.dk_l
+                to = g.dk + at.b * g.dk_b + head * g.dk_h + token * g.dk_l
                 store_row(to, p.k_dtype, t.dk + 4 * j * D, p.head_dim, F(p.scale))
             if g.dv:
-                to = g.dv + at.b * g.dv_b + head * g.dv_h + line * g.dv_l
+                to = g.dv + at.b * g.dv_b + head * g.dv_h + token * g.dv_l
                 store_row(to, p.v_dtype, t.dv + 4 * j * Dv, p.value_dim, F(1))
         if g.dslopes:
             for h in range(group):

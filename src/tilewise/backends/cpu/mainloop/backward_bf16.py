@@ -95,47 +95,47 @@ def load_rows_bf16(p, g, t, tile, R):
 
 
 @jit
-def dots_bf16(p, t, tile, R, line, count):
+def dots_bf16(p, t, tile, R, ld, count):
     """Computes s and dP. Returns the factor that plain scores still need."""
     n = units(p.head_dim)
-    dot_rows(t, t.keys, t.q, t.s, line, count, n, n)
+    dot_rows(t, t.keys, t.q, t.s, ld, count, n, n)
     n = units(p.value_dim)
-    dot_rows(t, t.values, t.dout, t.ds, line, count, n, n)
+    dot_rows(t, t.values, t.dout, t.ds, ld, count, n, n)
     return unit(p)
 
 
 @jit
-def ds_pairs(t, line, count):
+def ds_pairs(t, ld, count):
     """The address of dS in pairs of keys, behind P."""
-    return t.s + 2 * up(count, KEYS) * line
+    return t.s + 2 * up(count, KEYS) * ld
 
 
 @jit
-def pack_cells_bf16(t, line, count):
+def pack_cells_bf16(t, ld, count):
     """Rounds P and dS in place, and packs dS in pairs of keys. Padding keys are 0."""
-    round_cells(t.s, t.s, up(count, KEYS) * line)
+    round_cells(t.s, t.s, up(count, KEYS) * ld)
     for k in range(0, count, 2):
-        x = t.ds + 4 * k * line
-        pair_cells(ds_pairs(t, line, count) + 2 * k * line, x, x + 4 * line, line)
-    round_cells(t.ds, t.ds, up(count, KEYS) * line)
+        x = t.ds + 4 * k * ld
+        pair_cells(ds_pairs(t, ld, count) + 2 * k * ld, x, x + 4 * ld, ld)
+    round_cells(t.ds, t.ds, up(count, KEYS) * ld)
 
 
 @jit
-def cells_bf16(p, t, tile, R, line, count):
+def cells_bf16(p, t, tile, R, ld, count):
     """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form of
     `pack_cells`; no float32 tile is stored. False if scores are not plain.
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
     if not is_plain(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
         return False
-    for panel in range(0, line, PANEL):
+    for panel in range(0, ld, PANEL):
         q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv
         for k in range(0, count, KEYS):
-            key, at = tile.start + k, k * line + panel
-            probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, line, count) + 2 * k * line + 4 * panel
+            key, at = tile.start + k, k * ld + panel
+            probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, ld, count) + 2 * k * ld + 4 * panel
             if k + KEYS <= count and sees_all(t, panel, panel + PANEL, key, key + KEYS):
-                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, unit(p), t.dcap, probs, line)
-                ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, line)
+                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, unit(p), t.dcap, probs, ld)
+                ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, ld)
                 continue
             first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
             last = min(panel + PANEL, get_i64(t.last_row + 8 * (k // KEYS)))
@@ -152,28 +152,28 @@ def cells_bf16(p, t, tile, R, line, count):
                 else:
                     probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
             for i in range(0, KEYS, 2):
-                x, to = 4 * i * PANEL, i * line + from_panel
+                x, to = 4 * i * PANEL, i * ld + from_panel
                 for j in range(2):
-                    round_cells(probs + 2 * (to + j * line), s + x + 4 * j * PANEL, n * W)
-                    round_cells(ds + 2 * (to + j * line), dp + x + 4 * j * PANEL, n * W)
-                pair_cells(pairs + 2 * i * line + 4 * from_panel, dp + x, dp + x + 4 * PANEL, n * W)
+                    round_cells(probs + 2 * (to + j * ld), s + x + 4 * j * PANEL, n * W)
+                    round_cells(ds + 2 * (to + j * ld), dp + x + 4 * j * PANEL, n * W)
+                pair_cells(pairs + 2 * i * ld + 4 * from_panel, dp + x, dp + x + 4 * PANEL, n * W)
     return True
 
 
 @jit
-def add_values_bf16(p, t, line, count):
-    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+def add_values_bf16(p, t, ld, count):
+    add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
-def add_keys_bf16(p, t, line, count):
-    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+def add_keys_bf16(p, t, ld, count):
+    add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
-def add_queries_bf16(p, t, tile, line, clean_keys, sums, R):
-    cells = ds_pairs(t, line, tile.end - tile.start)
-    add_to_rows(t, tile, cells, line, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
+def add_queries_bf16(p, t, tile, ld, clean_keys, sums, R):
+    cells = ds_pairs(t, ld, tile.end - tile.start)
+    add_to_rows(t, tile, cells, ld, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
 
 
 BF16 = Policy(

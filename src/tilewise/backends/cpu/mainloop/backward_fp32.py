@@ -83,58 +83,58 @@ def is_few(p, tile):
 
 
 @jit
-def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
+def dot_few_rows(keys, rows, to, ld, count, width, R, factor, less):
     """`dot_rows` cell by cell, times `factor`, minus `less` of each row, which is then set to 0."""
     for r in range(R):
         for k in range(count):
             x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
-            put_f32(to + 4 * (k * line + r), x)
+            put_f32(to + 4 * (k * ld + r), x)
         put_f32(less + 4 * r, F(0))
 
 
 @jit
-def cells(p, t, tile, R, line, count):
+def cells(p, t, tile, R, ld, count):
     """Not fused: P and dS are computed from s and dP in memory."""
     return False
 
 
 @jit
-def dots(p, t, tile, R, line, count):
+def dots(p, t, tile, R, ld, count):
     """Computes s and dP. Returns the factor that plain scores still need."""
     D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
     if not is_few(p, tile):
-        dot_rows(t, t.keys, t.q, t.s, line, count, D, p.head_dim)
-        dot_rows(t, t.values, t.dout, t.ds, line, count, Dv, p.value_dim)
+        dot_rows(t, t.keys, t.q, t.s, ld, count, D, p.head_dim)
+        dot_rows(t, t.values, t.dout, t.ds, ld, count, Dv, p.value_dim)
         return factor
     if is_plain(p):
-        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, factor, t.m)
+        dot_few_rows(t.keys, t.q_rows, t.s, ld, count, D, R, factor, t.m)
         factor = F(1)
     else:
         clear(t.distances, up(R, WHOLE_ROWS))
-        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, F(1), t.distances)
-    dot_few_rows(t.values, t.dout_rows, t.ds, line, count, Dv, R, F(1), t.l)
+        dot_few_rows(t.keys, t.q_rows, t.s, ld, count, D, R, F(1), t.distances)
+    dot_few_rows(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
     return factor
 
 
 @jit
-def pack_cells(t, line, count):
+def pack_cells(t, ld, count):
     """Nothing to pack."""
 
 
 @jit
-def add_values(p, t, line, count):
-    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+def add_values(p, t, ld, count):
+    add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
-def add_keys(p, t, line, count):
-    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+def add_keys(p, t, ld, count):
+    add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
-def add_queries(p, t, tile, line, clean_keys, sums, R):
+def add_queries(p, t, tile, ld, clean_keys, sums, R):
     most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
-    add_to_rows(t, tile, t.ds, line, clean_keys, sums, R, up(p.head_dim, W), most)
+    add_to_rows(t, tile, t.ds, ld, clean_keys, sums, R, up(p.head_dim, W), most)
 
 
 FP32 = Policy("fp32", load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries)

@@ -50,18 +50,18 @@ def list_chosen(p, t, item):
     places = affine(p, item.b, offset)
     lo, hi = rows_span(p, places, item.row, item.rows, kv_len)
     b = ZERO if p.cu_q else item.b
-    line = p.indices + b * p.indices_b + item.head * p.indices_h + (q_start + item.row) // p.block * p.indices_l
+    indices = p.indices + b * p.indices_b + item.head * p.indices_h + (q_start + item.row) // p.block * p.indices_l
     at, skip = item.start // p.block, item.start % p.block
     if item.rows > 1:  # whole blocks: see `config.py`
-        sort(t.chosen_order, line + 4 * at, (item.end + p.block - 1) // p.block - at)
-        line, at = t.chosen_order, ZERO
+        sort(t.chosen_order, indices + 4 * at, (item.end + p.block - 1) // p.block - at)
+        indices, at = t.chosen_order, ZERO
     # In local variables: the compiler must assume that stores alias the struct.
     table, page_size, block, last = p.table + item.b * p.table_b, p.page, p.block, item.end
     to, here, batch_row = t.chosen, item.start, ZERO if p.cu_k else item.b
     if p.table == 0:
         table = ZERO
     while here < last:
-        n, index = min(block - skip, last - here), types.int64(get_i32(line + 4 * at))
+        n, index = min(block - skip, last - here), types.int64(get_i32(indices + 4 * at))
         first = index * block + skip
         start, end = max(first, lo), min(first + n, hi)
         if index < 0:

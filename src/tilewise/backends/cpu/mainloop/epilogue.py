@@ -30,7 +30,7 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
     """Writes query i of head g of the group: the sink, the normalisation, `out` and `lse`."""
     m *= unit(p)
     head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
-    line = q_start + item.row + i
+    token = q_start + item.row + i
     factor = F(1)
     if l < F(0):
         l, factor = -l, UPSCALE
@@ -46,7 +46,7 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
     total = F(1) if l == F(0) else l
     store_row(out_row(p, item, g, i, q_start), p.q_dtype, acc, p.value_dim, factor / total)
     if p.lse:
-        put_f32(p.lse + b * p.lse_b + head * p.lse_h + line * p.lse_l, m + F(math.log(total)))
+        put_f32(p.lse + b * p.lse_b + head * p.lse_h + token * p.lse_l, m + F(math.log(total)))
 
 
 @jit

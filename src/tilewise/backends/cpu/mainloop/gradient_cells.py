@@ -147,10 +147,10 @@ def pair_cells(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
 @microkernel("iiiiifiii")
 def probs_of_dots(
     e: Emit, keys: Value, width: Value, q: Value, depth: Value, lse: Value, unit: Value, probs: Value, to: Value,
-    line: Value,
+    ld: Value,
 ) -> None:  # fmt: skip
     """P of KEYS keys and a panel of rows that all see them, fused into K Q^T: float32 to `probs` [KEYS, PANEL], and
-    bf16 to `to`, whose rows have `line` numbers.
+    bf16 to `to`, whose rows have `ld` numbers.
     """
     b = e.builder
     sums = rows_times(e, keys, width, q, e.i64(PANEL), depth, VECTORS, True)
@@ -160,13 +160,13 @@ def probs_of_dots(
         for i in range(KEYS):
             p = e.exp2_of_product(e.fma(sums[i][j].get(), unit, minus_lse), log2e)
             e.store(p, probs, i * PANEL + j * W)
-            _store_16(e, _bits(e, p), to, b.add(b.mul(line, e.i64(i)), e.i64(j * W)))
+            _store_16(e, _bits(e, p), to, b.add(b.mul(ld, e.i64(i)), e.i64(j * W)))
 
 
 @microkernel("iiiiiiiii")
 def ds_of_dots(
     e: Emit, values: Value, width: Value, dout: Value, depth: Value, delta: Value, probs: Value, to: Value,
-    pairs: Value, line: Value,
+    pairs: Value, ld: Value,
 ) -> None:  # fmt: skip
     """dS of the same, fused into V dO^T: bf16 to `to`, and in pairs of keys."""
     b = e.builder
@@ -178,8 +178,8 @@ def ds_of_dots(
             for n in (i, i + 1):
                 x = b.fmul(e.load(probs, n * PANEL + j * W), b.fsub(sums[n][j].get(), less))
                 both.append(_bits(e, x))
-                _store_16(e, both[-1], to, b.add(b.mul(line, e.i64(n)), e.i64(j * W)))
-            e.store(_pair(e, *both), pairs, b.add(b.mul(line, e.i64(i // 2)), e.i64(j * W)))
+                _store_16(e, both[-1], to, b.add(b.mul(ld, e.i64(n)), e.i64(j * W)))
+            e.store(_pair(e, *both), pairs, b.add(b.mul(ld, e.i64(i // 2)), e.i64(j * W)))
 
 
 def _pair_rows(clean: bool) -> Any:

@@ -52,22 +52,22 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
             rows_4(a, a_row, b, b_row, c, c_row, depth, keep)
 
     @named(suffix)
-    def dot_rows(t, keys, panels, to, line, count, width, depth):
+    def dot_rows(t, keys, panels, to, ld, count, width, depth):
         """s = K Q^T or dP = V dO^T, for rows that see any key of a block. `width` and `depth` are in units."""
         for d in range(0, depth, DOT_LENGTH):
-            for panel in range(0, line, PANEL):
+            for panel in range(0, ld, PANEL):
                 for k in range(0, count, KEYS):
                     first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
                     last = min(panel + PANEL, get_i64(t.last_row + 8 * (k // KEYS)))
                     if first < last:
                         a = keys + 4 * (k * width + d)
                         b = panels + 4 * (panel * width + d * PANEL + first - panel)
-                        c = to + 4 * (k * line + first)
+                        c = to + 4 * (k * ld + first)
                         n = (last - first + W - 1) // W
-                        multiply(a, width, b, PANEL, c, line, min(DOT_LENGTH, depth - d), d, n)
+                        multiply(a, width, b, PANEL, c, ld, min(DOT_LENGTH, depth - d), d, n)
 
     @named(suffix)
-    def add_to_keys(t, cells, line, rows, to, count, width):
+    def add_to_keys(t, cells, ld, rows, to, count, width):
         """dV += P dO or dK += dS Q."""
         c = 0
         while c < width:
@@ -78,13 +78,13 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
             for k in range(0, count, KEYS):
                 first, last = get_i64(t.first_row + 8 * (k // KEYS)), get_i64(t.last_row + 8 * (k // KEYS))
                 if first < last:
-                    a, b = cells + 4 * ((k * line + first) // PER), rows + 4 * (first // PER * width + c)
+                    a, b = cells + 4 * ((k * ld + first) // PER), rows + 4 * (first // PER * width + c)
                     depth = (last - first) // PER
-                    multiply(a, line // PER, b, width, to + 4 * (k * width + c), width, depth, ONE, n)
+                    multiply(a, ld // PER, b, width, to + 4 * (k * width + c), width, depth, ONE, n)
             c += n * W
 
     @named(suffix)
-    def add_to_rows(t, tile, cells, line, keys, to, R, D, most):
+    def add_to_rows(t, tile, cells, ld, keys, to, R, D, most):
         """dQ += dS^T K, for each block of rows over the keys that any of them sees, `most` units at a time."""
         c = 0
         while c < D:
@@ -93,14 +93,14 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
                 lo, hi = seen_by_some(t, i, i + ROWS)
                 end = (hi - tile.start + PER - 1) // PER
                 for k in range((lo - tile.start) // PER, end, most):
-                    a, b, sums = cells + 4 * (k * line + i), keys + 4 * (k * D + c), to + 4 * (i * D + c)
+                    a, b, sums = cells + 4 * (k * ld + i), keys + 4 * (k * D + c), to + 4 * (i * D + c)
                     depth = min(most, end - k)
                     if n == 1:
-                        columns_1(a, line, b, D, sums, D, depth)
+                        columns_1(a, ld, b, D, sums, D, depth)
                     elif n == 2:
-                        columns_2(a, line, b, D, sums, D, depth)
+                        columns_2(a, ld, b, D, sums, D, depth)
                     else:
-                        columns_3(a, line, b, D, sums, D, depth)
+                        columns_3(a, ld, b, D, sums, D, depth)
             c += n * W
 
     return multiply, dot_rows, add_to_keys, add_to_rows

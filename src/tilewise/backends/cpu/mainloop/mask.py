@@ -225,15 +225,15 @@ def classify(p, b, head, row, rows, start, end):
         end = start + 1
     some, all_plain = False, True
     for i in range(row, row + rows):
-        line = mask_row(p, b, head, i)
+        cells = mask_row(p, b, head, i)
         if p.mask_dtype == dtypes.BOOL:
             for j in range(start, end):
-                seen = get_u8(line + j * p.mask_k) != 0
+                seen = get_u8(cells + j * p.mask_k) != 0
                 some |= seen
                 all_plain &= seen
         else:
             for j in range(start, end):
-                x = get_one(line + j * p.mask_k, p.mask_dtype, 0)
+                x = get_one(cells + j * p.mask_k, p.mask_dtype, 0)
                 some |= x != -INF
                 all_plain &= x == F(0)
         if some and not all_plain:
@@ -251,9 +251,9 @@ def tile_state(p, b, head, row, rows, start, end):
     if p.indices:  # its keys may be anywhere
         return types.int64(MIXED)
     if p.states:
-        line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
-        first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))
-        last = types.int64(get_u8(line + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
+        states = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
+        first = types.int64(get_u8(states + start // p.tile_keys * p.states_k))
+        last = types.int64(get_u8(states + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
         if first == last and first != MIXED:
             return first
     return classify(p, b, head, row, rows, start, end)

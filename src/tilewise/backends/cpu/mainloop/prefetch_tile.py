@@ -11,11 +11,11 @@ from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_row_spans
 from ..gemm.fp32 import KEYS
 from ..kv_access import list_rows
+from ..params import CACHE_LINE
 from ..scratch import PAD
 
 LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in L2
 MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones would evict queries and sums
-LINE = 64
 
 
 @jit
@@ -33,9 +33,9 @@ def list_next_tile(p, t, k, v, at, first, count):
 @jit
 def share_of(size, part, parts):
     """One of `parts` shares of a row of `size` bytes, in whole lines: its first byte, and how many."""
-    lines = (size + LINE - 1) // LINE
+    lines = (size + CACHE_LINE - 1) // CACHE_LINE
     start, end = lines * part // parts, lines * (part + 1) // parts
-    return start * LINE, (end - start) * LINE
+    return start * CACHE_LINE, (end - start) * CACHE_LINE
 
 
 @jit
