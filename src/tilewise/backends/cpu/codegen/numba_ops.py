@@ -47,6 +47,16 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "n
 jit = njit(**OPTIONS, pipeline_class=KernelCompiler)
 
 
+def policy_jit(suffix):
+    """`jit` for functions that are compiled once for each GEMM policy: cached code is found by name."""
+
+    def compiled(fn):
+        fn.__qualname__ = f"{fn.__name__}_{suffix}"
+        return jit(fn)
+
+    return compiled
+
+
 def struct_at(record):
     """`fn(address)`: the struct there, whose fields can be read and set."""
     struct = from_dtype(record)

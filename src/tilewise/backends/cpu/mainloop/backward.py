@@ -31,6 +31,7 @@ from ..codegen.numba_ops import (
     item_at,
     jit,
     params_at,
+    policy_jit,
     store_row,
     up,
     widen_row,
@@ -42,9 +43,8 @@ from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_fp32 import FP32
-from .gradient_cells import add_distances, dot_less, probs_full, probs_masked, softcap_slope, times_cells
+from .gradient_cells import add_distances, dot_minus, probs_full, probs_masked, softcap_slope, times_cells
 from .gradient_mask import add_bias, add_mask
-from .gradient_products import named
 from .mask import read_states
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
@@ -143,7 +143,7 @@ def list_blocks(t, tile, R, count):
 def differentiate(p, g, t, tile, R, ld, count, factor):
     """Turns dot products s and dP into P and dS, and adds to the gradients of the mask and of ALiBi slopes.
 
-    `factor`: the factor that plain scores still need.
+    `factor`: what scores are still to be multiplied by (`softmax_scale`).
     """
     cap = F(min(p.softcap, LARGEST))
     clear(t.distances, up(R, WHOLE_ROWS))
@@ -189,14 +189,14 @@ def wait_turn(g, turn, block):
 
 
 def delta(params, scratch):
-    """The kernel before it: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
+    """The kernel before the mainloop: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
     p = params_at(params)
     g, Dv = gradients_at(p.gradients), up(p.value_dim, W)
     index = fetch_add(p.gradients + NEXT_ROWS)
     while index < (p.heads if p.cu_q else p.batch * p.heads):
         b, head = index // p.heads, index % p.heads
         for i in range(g.rows):
-            lse, less, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
+            lse, dlse, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
             if abs(lse) != INF:
                 if abs(lse) > LARGE:
                     g.large = 1
@@ -205,8 +205,8 @@ def delta(params, scratch):
                 at = p.out + b * p.out_b + head * p.out_h + i * p.out_l
                 widen_row(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 if g.dlse:
-                    less = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
-                value = dot_less(scratch, scratch + 4 * Dv, Dv, F(1), less)
+                    dlse = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
+                value = dot_minus(scratch, scratch + 4 * Dv, Dv, F(1), dlse)
             put_f32(g.delta + b * g.delta_b + head * g.delta_h + i * g.delta_l, value)
         index = fetch_add(p.gradients + NEXT_ROWS)
 
@@ -215,7 +215,7 @@ def mainloop(gemm):
     """`fn(params, scratch)`, a thread's main function, for a policy of `gradient_products.py`."""
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
-    @named(gemm.name)
+    @policy_jit(gemm.name)
     def add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing):
         """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
@@ -239,7 +239,7 @@ def mainloop(gemm):
             to = g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_l
             store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
 
-    @named(gemm.name)
+    @policy_jit(gemm.name)
     def row_tile(p, g, t, tile, clean_keys):
         """A tile of rows: adds to dK and dV, and in turn to dQ."""
         count = tile.end - tile.start
@@ -261,7 +261,7 @@ def mainloop(gemm):
         if g.dq:
             add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing)
 
-    @named(gemm.name)
+    @policy_jit(gemm.name)
     def key_block(p, g, t, b, head, block):
         """A block of keys of one KV head: its dK and dV, and its share of dQ and of the other gradients."""
         _, q_len, kv_start, kv_len, offset = sequence(p, b)

@@ -32,7 +32,7 @@ from .gradient_cells import (
 from .gradient_products import Policy, blocked_products
 from .prefill_fp32 import DOT_LENGTH
 from .rows import sees_all
-from .scores import bias_scores, is_plain, unit
+from .scores import bias_scores, scale_in_softmax, softmax_scale
 
 multiply, dot_rows, add_to_keys, add_to_rows = blocked_products("bf16", gemm_rows_bf16, gemm_columns_bf16, 2)
 
@@ -96,12 +96,12 @@ def load_rows_bf16(p, g, t, tile, R):
 
 @jit
 def dots_bf16(p, t, tile, R, ld, count):
-    """Computes s and dP. Returns the factor that plain scores still need."""
+    """Computes s and dP. Returns the factor that scores still need (`softmax_scale`)."""
     n = units(p.head_dim)
     dot_rows(t, t.keys, t.q, t.s, ld, count, n, n)
     n = units(p.value_dim)
     dot_rows(t, t.values, t.dout, t.ds, ld, count, n, n)
-    return unit(p)
+    return softmax_scale(p)
 
 
 @jit
@@ -122,11 +122,11 @@ def pack_cells_bf16(t, ld, count):
 
 @jit
 def cells_bf16(p, t, tile, R, ld, count):
-    """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form of
-    `pack_cells`; no float32 tile is stored. False if scores are not plain.
+    """P and dS of scores that the softmax scales, KEYS keys and a panel of rows at a time, in the form of `pack_cells`;
+    no float32 tile is stored. False for other scores.
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
-    if not is_plain(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
+    if not scale_in_softmax(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
         return False
     for panel in range(0, ld, PANEL):
         q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv
@@ -134,7 +134,7 @@ def cells_bf16(p, t, tile, R, ld, count):
             key, at = tile.start + k, k * ld + panel
             probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, ld, count) + 2 * k * ld + 4 * panel
             if k + KEYS <= count and sees_all(t, panel, panel + PANEL, key, key + KEYS):
-                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, unit(p), t.dcap, probs, ld)
+                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, softmax_scale(p), t.dcap, probs, ld)
                 ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, ld)
                 continue
             first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
@@ -148,9 +148,9 @@ def cells_bf16(p, t, tile, R, ld, count):
             for i in range(0, n * W, W):
                 m, l, here = t.m + 4 * (first + i), t.l + 4 * (first + i), min(KEYS, count - k)
                 if bias_scores(p, t, tile, s + 4 * i, PANEL, first + i, R, key, here):
-                    probs_masked(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+                    probs_masked(s + 4 * i, dp + 4 * i, PANEL, here, m, l, softmax_scale(p))
                 else:
-                    probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+                    probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, softmax_scale(p))
             for i in range(0, KEYS, 2):
                 x, to = 4 * i * PANEL, i * ld + from_panel
                 for j in range(2):

@@ -10,10 +10,10 @@ from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
 from ..gemm.gradient import gemm_columns, gemm_rows
 from ..kv_access import key_source, list_rows, query_row, sequence, value_source, widen_rows
-from .gradient_cells import clean, dot_less
+from .gradient_cells import clean, dot_minus
 from .gradient_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
-from .scores import is_plain, unit
+from .scores import scale_in_softmax, softmax_scale
 
 _, dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm_columns, 1)
 
@@ -83,13 +83,13 @@ def is_few(p, tile):
 
 
 @jit
-def dot_few_rows(keys, rows, to, ld, count, width, R, factor, less):
-    """`dot_rows` cell by cell, times `factor`, minus `less` of each row, which is then set to 0."""
+def dot_few_rows(keys, rows, to, ld, count, width, R, factor, minus):
+    """`dot_rows` cell by cell, times `factor`, minus a number of each row, which is then set to 0."""
     for r in range(R):
         for k in range(count):
-            x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
+            x = dot_minus(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(minus + 4 * r))
             put_f32(to + 4 * (k * ld + r), x)
-        put_f32(less + 4 * r, F(0))
+        put_f32(minus + 4 * r, F(0))
 
 
 @jit
@@ -100,13 +100,13 @@ def cells(p, t, tile, R, ld, count):
 
 @jit
 def dots(p, t, tile, R, ld, count):
-    """Computes s and dP. Returns the factor that plain scores still need."""
-    D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
+    """Computes s and dP. Returns the factor that scores still need (`softmax_scale`)."""
+    D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), softmax_scale(p)
     if not is_few(p, tile):
         dot_rows(t, t.keys, t.q, t.s, ld, count, D, p.head_dim)
         dot_rows(t, t.values, t.dout, t.ds, ld, count, Dv, p.value_dim)
         return factor
-    if is_plain(p):
+    if scale_in_softmax(p):
         dot_few_rows(t.keys, t.q_rows, t.s, ld, count, D, R, factor, t.m)
         factor = F(1)
     else:

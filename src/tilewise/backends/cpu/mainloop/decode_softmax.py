@@ -16,7 +16,7 @@ from .chosen import chosen_key, chosen_keys
 from .mask import BIASES, FULL, MASKS, SKIP, has_added, last_parts, list_added
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
-from .scores import scale_scores, unit
+from .scores import scale_scores, softmax_scale
 from .softmax import LOG2E, exp_row, max_row
 
 W_ = np.int64(W)
@@ -78,8 +78,8 @@ def online_softmax(p, t, item, r, origin, count, Dv):
             put_f32(l, F(math.nan))
         fill(row, ZERO, count, F(0))
         return
-    total = exp_row(row, vectors, unit(p) * F(LOG2E), new)
-    alpha = F(math.exp((old - new) * unit(p)))
+    total = exp_row(row, vectors, softmax_scale(p) * F(LOG2E), new)
+    alpha = F(math.exp((old - new) * softmax_scale(p)))
     put_f32(m, new)
     put_f32(l, get_f32(l) * alpha + total)
     if alpha != F(1) and old != -INF:

@@ -15,7 +15,7 @@ from ..codegen.vector import W
 from ..kv_access import sequence
 from ..params import WORK_ITEM_BYTES
 from .nonfinite import DOWNSCALE, UPSCALE
-from .scores import unit
+from .scores import softmax_scale
 
 
 @jit
@@ -28,7 +28,7 @@ def out_row(p, item, g, i, q_start):
 @jit
 def finalize_row(p, item, g, i, q_start, acc, m, l):
     """Writes query i of head g of the group: the sink, the normalisation, `out` and `lse`."""
-    m *= unit(p)
+    m *= softmax_scale(p)
     head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
     token = q_start + item.row + i
     factor = F(1)
@@ -40,9 +40,9 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
         m, l = INF, F(1)
     elif sink != -INF:
         top = max(m, sink)
-        less = F(math.exp(m - top))
-        l = l * less + F(math.exp(sink - top))
-        m, factor = top, factor * less
+        alpha = F(math.exp(m - top))
+        l = l * alpha + F(math.exp(sink - top))
+        m, factor = top, factor * alpha
     total = F(1) if l == F(0) else l
     store_row(out_row(p, item, g, i, q_start), p.q_dtype, acc, p.value_dim, factor / total)
     if p.lse:
@@ -131,7 +131,7 @@ def add_partials(p, partials, Dv, m, to, downscaled, fused):
         stats = stats_at(slot, partials.rows, Dv, partials.row)
         top = get_f32(stats)
         if top != -INF:
-            weight, own = F(math.exp((top - m) * unit(p))), get_f32(stats + 4)
+            weight, own = F(math.exp((top - m) * softmax_scale(p))), get_f32(stats + 4)
             l += weight * abs(own)
             if downscaled and not own < F(0):
                 weight *= DOWNSCALE

@@ -8,26 +8,16 @@ from collections import namedtuple
 import numpy as np
 
 from ..codegen.load_store import get_i64
-from ..codegen.numba_ops import ONE, jit
+from ..codegen.numba_ops import ONE, policy_jit
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS
 from ..gemm.gradient import VECTORS
-from .prefill_fp32 import DOT_LENGTH, piece
+from .prefill_fp32 import DOT_LENGTH, strip_vectors
 from .rows import seen_by_some
 
 # A policy: loads K and V of a block, and Q and dO of a tile; computes P and dS in one step if it can, else s and dP;
 # packs P and dS for products; adds to dV, dK and dQ
 Policy = namedtuple("Policy", "name load_keys load_rows cells dots pack_cells add_values add_keys add_queries")
-
-
-def named(suffix):
-    """Compiles a function of one policy under a unique name, by which cached code is found."""
-
-    def wrap(fn):
-        fn.__qualname__ = f"{fn.__name__}_{suffix}"
-        return jit(fn)
-
-    return wrap
 
 
 def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
@@ -39,7 +29,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
     columns_1, columns_2, columns_3 = columns_kernels
     PER = np.int64(numbers)
 
-    @named(suffix)
+    @policy_jit(suffix)
     def multiply(a, a_row, b, b_row, c, c_row, depth, keep, vectors):
         """C[KEYS, vectors * W] += A[KEYS, depth] B."""
         if vectors == 1:
@@ -51,7 +41,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
         else:
             rows_4(a, a_row, b, b_row, c, c_row, depth, keep)
 
-    @named(suffix)
+    @policy_jit(suffix)
     def dot_rows(t, keys, panels, to, ld, count, width, depth):
         """s = K Q^T or dP = V dO^T, for rows that see any key of a block. `width` and `depth` are in units."""
         for d in range(0, depth, DOT_LENGTH):
@@ -66,7 +56,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
                         n = (last - first + W - 1) // W
                         multiply(a, width, b, PANEL, c, ld, min(DOT_LENGTH, depth - d), d, n)
 
-    @named(suffix)
+    @policy_jit(suffix)
     def add_to_keys(t, cells, ld, rows, to, count, width):
         """dV += P dO or dK += dS Q."""
         c = 0
@@ -83,12 +73,12 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
                     multiply(a, ld // PER, b, width, to + 4 * (k * width + c), width, depth, ONE, n)
             c += n * W
 
-    @named(suffix)
+    @policy_jit(suffix)
     def add_to_rows(t, tile, cells, ld, keys, to, R, D, most):
         """dQ += dS^T K, for each block of rows over the keys that any of them sees, `most` units at a time."""
         c = 0
         while c < D:
-            n = piece((D - c) // W)
+            n = strip_vectors((D - c) // W)
             for i in range(0, R, ROWS):
                 lo, hi = seen_by_some(t, i, i + ROWS)
                 end = (hi - tile.start + PER - 1) // PER

@@ -22,7 +22,7 @@ from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscale
 from .prefetch_tile import list_next_tile, prefetch_share
 from .rows import seen_by_some, sees_all
 from .score_mod import scale_cells
-from .scores import shape_scores, unit
+from .scores import apply_score_mods, softmax_scale
 from .softmax import LOG2E, online_softmax_columns
 
 DOT_LENGTH = 128  # elements of a dot product that are summed at once: longer sums round more
@@ -132,9 +132,9 @@ def overlaps(span, key):
 @jit
 def online_softmax(p, t, item, s, first, R, key, count, bound):
     """Turns scores of W query rows from `first` on over `count` keys from `key` on into weights."""
-    shape_scores(p, t, item, s, PANEL_, first, R, key, count)
+    apply_score_mods(p, t, item, s, PANEL_, first, R, key, count)
     m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
-    online_softmax_columns(s, PANEL, count, m, l, alpha, unit(p) * F(LOG2E), bound)
+    online_softmax_columns(s, PANEL, count, m, l, alpha, softmax_scale(p) * F(LOG2E), bound)
     if is_downscaled(t):
         scale_cells(s, PANEL_, count, DOWNSCALE)
 
@@ -145,7 +145,7 @@ def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
     row = panel * PANEL
     if not is_max_free(t.m + 4 * row):
         return False
-    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, unit(p) * F(LOG2E)
+    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, softmax_scale(p) * F(LOG2E)
     clear(t.row_sums, PANEL)
     passes = (p.head_dim + dot_length - 1) // dot_length
     for n in range(passes):
@@ -163,9 +163,9 @@ def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
 
 
 @jit
-def piece(vectors):
-    """How many of the remaining vectors are multiplied at once, so that no single one is left over."""
-    return 3 if vectors == 3 or vectors > 4 else min(2, vectors)
+def strip_vectors(left):
+    """Vectors of the next strip of columns, of `left` that are left: no single one is left over."""
+    return 3 if left == 3 or left > 4 else min(2, left)
 
 
 @jit
@@ -174,7 +174,7 @@ def pack_columns(t, count, Dv, BK):
     bad = F(0)
     c = 0
     while c < Dv:
-        n = piece((Dv - c) // W)
+        n = strip_vectors((Dv - c) // W)
         to = t.packed + 4 * c * BK
         if n == 1:
             bad += fp32.pack_1(to, t.v_table, c, count)
@@ -243,7 +243,7 @@ def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
         return
     c = 0
     while c < Dv:
-        n = piece((Dv - c) // W)
+        n = strip_vectors((Dv - c) // W)
         for i in range(0, PANEL, ROWS):
             lo, hi = seen_by_some(t, row + i, row + i + ROWS)
             start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)

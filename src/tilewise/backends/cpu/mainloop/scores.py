@@ -35,21 +35,21 @@ def scale_scores(p, s, step, count):
         else:  # the product may overflow float32
             scale_cells(s, step, count, scale)
             large_softcap_cells(s, step, count, F(1) / cap, cap)
-    elif not is_plain(p):
+    elif not scale_in_softmax(p):
         scale_cells(s, step, count, scale)
 
 
 @jit
-def is_plain(p):
-    """Whether scores stay plain dot products, which the softmax scales."""
+def scale_in_softmax(p):
+    """Whether scores stay dot products, which the softmax scales."""
     biased = (p.mask != 0 and p.mask_dtype != dtypes.BOOL) or has_bias(p)
     return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
 
 
 @jit
-def unit(p):
-    """The factor of scores and of their maximum m in the softmax."""
-    return F(p.scale) if is_plain(p) else F(1)
+def softmax_scale(p):
+    """The factor of scores, and of their maximum m, in the softmax: 1 if they are scaled already."""
+    return F(p.scale) if scale_in_softmax(p) else F(1)
 
 
 MAX_FREE_MIN_KEYS = 16
@@ -59,12 +59,11 @@ MAX_FREE_MIN_KEYS = 16
 def max_free_bound(p, t, kv_len):
     """The bound on logits under which a row needs no running max (`max_free.py`); below 0 for never.
 
-    Only for plain dot products: for others subtracting a maximum rounds less. Not for few keys either: with one, the
-    maximum is the lse, and the weight exactly 1.
+    Only if the softmax scales: for other scores subtracting a maximum rounds less. Not for few keys either: with one,
+    the maximum is the lse, and the weight exactly 1.
     """
-    return (
-        F(MAX_FREE_LIMIT) if is_plain(p) and kv_len >= MAX_FREE_MIN_KEYS and not is_downscaled(t) else F(NEVER_MAX_FREE)
-    )
+    many = kv_len >= MAX_FREE_MIN_KEYS
+    return F(MAX_FREE_LIMIT) if scale_in_softmax(p) and many and not is_downscaled(t) else F(NEVER_MAX_FREE)
 
 
 @jit
@@ -93,7 +92,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
 
 
 @jit
-def shape_scores(p, t, item, s, step, first, R, key, count):
+def apply_score_mods(p, t, item, s, step, first, R, key, count):
     """All steps before the softmax, for W query rows from `first` on and `count` keys from `key` on.
 
     Keys are `step` floats apart.
