@@ -11,7 +11,7 @@ from numba import types
 from ...core.mask_rules import OFFSET_KINDS
 from .codegen import dtypes
 from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64, put_series
-from .codegen.numba_ops import ONE, ZERO, F, fill, jit, up, widen_row
+from .codegen.numba_ops import ONE, ZERO, F, fill, jit, row_to_f32, up
 from .codegen.vector import W
 
 END = OFFSET_KINDS["end"]
@@ -235,22 +235,22 @@ def list_scales(p, x, at, table, first, count, pad, ld):
 
 
 @jit
-def widen_rows(p, x, at, table, to, first, count, pad):
+def rows_to_f32(p, x, at, table, to, first, count, pad):
     """Converts the listed rows to float32 in `to`, and lists those. Returns NaN if one is not finite, else 0."""
     padded = up(x.width + x.shared, W)
     bad = F(0)
     for j in range(count):
         if x.shared:  # columns of k_shared follow
             row, rest = to + 4 * j * padded, to + 4 * (j * padded + x.width)
-            bad += widen_row(row, get_i64(table + 8 * j), x.dtype, x.width, x.width, ZERO, ZERO, ONE)
+            bad += row_to_f32(row, get_i64(table + 8 * j), x.dtype, x.width, x.width, ZERO, ZERO, ONE)
             start = row_address(p, p.k_shared, p.k_shared_b, ZERO, p.k_shared_l, at, first + j)
-            bad += widen_row(rest, start, x.dtype, x.shared, padded - x.width, ZERO, ZERO, ONE)
+            bad += row_to_f32(rest, start, x.dtype, x.shared, padded - x.width, ZERO, ZERO, ONE)
             continue
         scales = types.int64(0)
         if dtypes.is_quantised(x.dtype):
             scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
         row = to + 4 * j * padded
-        bad += widen_row(row, get_i64(table + 8 * j), x.dtype, x.width, padded, scales, x.scales_dtype, x.group)
+        bad += row_to_f32(row, get_i64(table + 8 * j), x.dtype, x.width, padded, scales, x.scales_dtype, x.group)
     for j in range(up(count, pad)):
         put_i64(table + 8 * j, to + 4 * min(j, count - 1) * padded)
     return bad

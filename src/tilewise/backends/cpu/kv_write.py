@@ -34,10 +34,10 @@ from .codegen.numba_ops import (
     F,
     fill,
     jit,
+    row_to_f32,
     store_row,
     struct_at,
     up,
-    widen_row,
 )
 from .codegen.vector import F32, I8, Emit, Value, W, microkernel
 from .params import fields, offset, put_tensor, record, tensor
@@ -136,7 +136,7 @@ def put_row(source, source_dtype, to, dtype, width, scales, group, row):
         copy_bytes(to, source, width * (4 if dtype == dtypes.F32 else 2))
         return
     padded = up(width, W)
-    widen_row(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
+    row_to_f32(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
     if dtype == dtypes.LATENT:
         store_row(to + LATENT + LATENT_SCALES, dtypes.BF16, row + 4 * LATENT, width - LATENT, F(1))
         put_quantised(to, dtypes.FP8, LATENT, to + LATENT, LATENT_GROUP, row)

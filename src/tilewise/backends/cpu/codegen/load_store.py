@@ -124,11 +124,11 @@ def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -
 # Rows to float32 and back
 
 
-def _widen(names: Sequence[str], part: int = 0) -> Any:
+def _to_f32(names: Sequence[str], part: int = 0) -> Any:
     """`fn(to, source, dtype, count)`: `count` stored numbers, a multiple of W, to float32. NaN if one is not finite."""
 
     @microkernel("iiii>f")
-    def widen(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:
+    def convert(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:
         check = e.var(e.zeros)
 
         def loop(name: str) -> None:
@@ -140,14 +140,14 @@ def _widen(names: Sequence[str], part: int = 0) -> Any:
         by_dtype(e, dtype, names, loop)
         return e.reduce(check.get(), e.builder.fadd)
 
-    return widen
+    return convert
 
 
-widen_floats, widen_first, widen_second = _widen(FLOATS), _widen(list(DECODE)), _widen(PAIRS, 1)
+floats_to_f32, first_to_f32, second_to_f32 = _to_f32(FLOATS), _to_f32(list(DECODE)), _to_f32(PAIRS, 1)
 
 
 @microkernel("iii>f")
-def widen_f32(e: Emit, to: Value, source: Value, count: Value) -> Value:
+def copy_checked(e: Emit, to: Value, source: Value, count: Value) -> Value:
     """A copy of `count` floats, a multiple of W. Returns NaN if one is not finite, else 0."""
     check = e.var(e.zeros)
     with e.loop(count, W) as i:

@@ -86,16 +86,16 @@ def fill(address, start, end, value):
 
 
 @jit
-def widen_latent(to, source, width, padded):
-    """`widen_row` for `LatentFormat`."""
-    bad = ls.widen_first(to, source, dtypes.FP8, LATENT)
+def latent_row_to_f32(to, source, width, padded):
+    """`row_to_f32` for `LatentFormat`."""
+    bad = ls.first_to_f32(to, source, dtypes.FP8, LATENT)
     for g in range(LATENT // LATENT_GROUP):
         scale = get_f32(source + LATENT + 4 * g)
         bad += scale * F(0)
         ls.row_scale(to + 4 * g * LATENT_GROUP, LATENT_GROUP, scale)
     rest, at = source + LATENT + LATENT_SCALES, to + 4 * LATENT
     whole = (width - LATENT) // W * W
-    bad += ls.widen_first(at, rest, dtypes.BF16, whole)
+    bad += ls.first_to_f32(at, rest, dtypes.BF16, whole)
     for i in range(whole, width - LATENT):
         x = get_one(rest, dtypes.BF16, i)
         put_f32(at + 4 * i, x)
@@ -105,16 +105,16 @@ def widen_latent(to, source, width, padded):
 
 
 @jit
-def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
+def row_to_f32(to, source, dtype, width, padded, scales, scales_dtype, group):
     """Converts a row of `width` elements to float32, with zeros up to `padded`. Returns NaN if one is not finite."""
     if dtype == dtypes.LATENT:
-        return widen_latent(to, source, width, padded)
+        return latent_row_to_f32(to, source, width, padded)
     span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
     whole = span // W * W
-    bad = ls.widen_first(to, source, dtype, whole)
+    bad = ls.first_to_f32(to, source, dtype, whole)
     if span < width:
         half = to + 4 * span
-        bad += ls.widen_second(half, source, dtype, whole)
+        bad += ls.second_to_f32(half, source, dtype, whole)
         for i in range(whole, span):  # integers: finite
             put_f32(to + 4 * i, ls.get_first(source, dtype, i))
             put_f32(half + 4 * i, ls.get_second(source, dtype, i))

@@ -2,7 +2,7 @@
 
 A micro-kernel is a function of an `Emit` and its arguments, made callable from Numba code by `@microkernel`. It works
 on addresses (int64) and float32; vectors live in registers between `load` and `store`. The width is the host's: 16
-floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). Narrow types are widened by `load`.
+floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). `load` converts other types to float32.
 """
 
 from __future__ import annotations

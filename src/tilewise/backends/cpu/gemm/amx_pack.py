@@ -9,7 +9,7 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
-from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, up, widen_row
+from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
 from .amx import BLOCK, TILE, load_tile_config, release
@@ -123,7 +123,7 @@ def pack_functions(parts):
             and split_half_row(to, part, jump, source, padded) == F(0)
         ):
             return False, False
-        widen_row(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
+        row_to_f32(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
         if split_row(to, part, jump, w.rows, padded) == F(0):
             return False, False
         infinite = False

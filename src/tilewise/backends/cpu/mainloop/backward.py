@@ -32,9 +32,9 @@ from ..codegen.numba_ops import (
     jit,
     params_at,
     policy_jit,
+    row_to_f32,
     store_row,
     up,
-    widen_row,
 )
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
@@ -201,9 +201,9 @@ def delta(params, scratch):
                 if abs(lse) > LARGE:
                     g.large = 1
                 at = g.dout + b * g.dout_b + head * g.dout_h + i * g.dout_l
-                widen_row(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                row_to_f32(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 at = p.out + b * p.out_b + head * p.out_h + i * p.out_l
-                widen_row(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                row_to_f32(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 if g.dlse:
                     dlse = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
                 value = dot_minus(scratch, scratch + 4 * Dv, Dv, F(1), dlse)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_f32, transpose
-from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up, widen_row
+from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, row_to_f32, up
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
 from ..gemm.gradient import gemm_columns, gemm_rows
-from ..kv_access import key_source, list_rows, query_row, sequence, value_source, widen_rows
+from ..kv_access import key_source, list_rows, query_row, rows_to_f32, sequence, value_source
 from .gradient_cells import clean, dot_minus
 from .gradient_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
@@ -24,9 +24,9 @@ def load_keys(p, t, at, start, count):
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     v, k = value_source(p), key_source(p)
     list_rows(p, v, at, t.table, start, count, ONE)
-    widen_rows(p, v, at, t.table, t.values, start, count, ONE)
+    rows_to_f32(p, v, at, t.table, t.values, start, count, ONE)
     list_rows(p, k, at, t.table, start, count, ONE)
-    bad = widen_rows(p, k, at, t.table, t.keys, start, count, ONE)
+    bad = rows_to_f32(p, k, at, t.table, t.keys, start, count, ONE)
     padded = up(count, KEYS)
     clear(t.values + 4 * count * Dv, (padded - count) * Dv)
     clear(t.keys + 4 * count * D, (padded - count) * D)
@@ -57,9 +57,9 @@ def load_rows(p, g, t, tile, R):
             clear(dout_row, Dv)
             continue
         at = query_row(p, tile, q_start, r // n, r % n)
-        bad += widen_row(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+        bad += row_to_f32(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         at = dout_at(p, g, tile, q_start, r // n, r % n)
-        widen_row(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+        row_to_f32(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
     transpose_rows(t.q, t.q_rows, R, D)
     transpose_rows(t.dout, t.dout_rows, R, Dv)
     if bad != F(0):  # replaced by 0: such a row has lse NaN

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.calls import call_pv, call_qk
-from ..codegen.load_store import get_i32, put_i64, widen_f32
-from ..codegen.numba_ops import ONE, ZERO, F, item_at, jit, params_at, up, widen_row
+from ..codegen.load_store import copy_checked, get_i32, put_i64
+from ..codegen.numba_ops import ONE, ZERO, F, item_at, jit, params_at, row_to_f32, up
 from ..codegen.vector import W
 from ..config import FEW_KEYS
 from ..gemm.fixed_point import are_finite, are_quantised, quantise_queries, query_words
@@ -23,9 +23,9 @@ from ..kv_access import (
     list_scales,
     place,
     query_row,
+    rows_to_f32,
     sequence,
     value_source,
-    widen_rows,
 )
 from ..params import WORK_ITEM_BYTES
 from ..scratch import PAD, SCORES, TAIL, partition, replacing, table_size
@@ -77,13 +77,13 @@ def decode(params, scratch, address):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             row = query_row(p, item, q_start, r // item.rows, r % item.rows)
-            widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+            row_to_f32(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         if by_matrix:
             pack_queries(p, t, item, q_start, R)
         if p.qk_bf16_dot and not by_matrix:
             for r in range(R):
                 row = query_row(p, item, q_start, r // item.rows, r % item.rows)
-                widen_f32(t.packed + 2 * r * D, row, p.head_dim // 2)
+                copy_checked(t.packed + 2 * r * D, row, p.head_dim // 2)
         if p.dot_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last, _ = set_up(p, t, item, R, Dv)  # the same for all of them
@@ -158,7 +158,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     k_distance, pad = p.prefetch_distance, KEY_PAD
     tiled = count // TILE_KEYS * TILE_KEYS if by_matrix and unmasked else ZERO
     if not unmasked or p.qk == 0:
-        widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
+        rows_to_f32(p, k, at, t.k_table, t.keys, origin, count, PAD)
         qk, q, ldq, width, k_distance = p.qk_f32, t.q, D, D, ZERO
     elif dtypes.is_quantised(k.dtype):
         list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
@@ -186,7 +186,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
         for j in range(count):
             put_i64(t.v_table + 8 * j, t.keys + 4 * j * D)
     elif not unmasked or p.pv == 0:
-        bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
+        bad = rows_to_f32(p, v, at, t.v_table, t.values, origin, count, ONE)
         pv, width, v_distance, scaled, nonfinite = p.pv_f32, Dv, ZERO, False, bad != F(0) and not unmasked
         if nonfinite:
             extract_nonfinite(t, count, Dv)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..codegen.calls import call_matrix, call_pv, call_qk
-from ..codegen.load_store import clear, row_times, transpose, widen_f32
+from ..codegen.load_store import clear, copy_checked, row_times, transpose
 from ..codegen.numba_ops import ONE, ZERO, jit, up
 from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
@@ -35,7 +35,7 @@ def pack_queries(p, t, item, q_start, R):
         return
     clear(t.keys, TILE_ROWS * words)
     for r in range(R):
-        widen_f32(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
+        copy_checked(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
     for d in range(0, words, W):
         transpose(t.packed + 4 * d * W, W, t.keys + 4 * d, words)
 

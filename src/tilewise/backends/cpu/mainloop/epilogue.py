@@ -9,7 +9,7 @@ from collections import namedtuple
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import check_finite, clear, get_f32, get_one, put_f32, row_add, row_fma, widen_f32
+from ..codegen.load_store import check_finite, clear, copy_checked, get_f32, get_one, put_f32, row_add, row_fma
 from ..codegen.numba_ops import INF, ZERO, F, item_at, jit, params_at, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
@@ -64,7 +64,7 @@ def epilogue_rows(p, t, index, first, R, q_start):
     item, Dv = item_at(p.work_items + index * WORK_ITEM_BYTES), up(p.value_dim, W)
     slot, acc = p.partials + index * p.partial_bytes, t.acc + 4 * first * Dv
     part = item.splits > 1 or p.keep_partials != 0
-    bad = widen_f32(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
+    bad = copy_checked(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
     for r in range(R):
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
@@ -91,7 +91,7 @@ def replace_overflowed_rows(p, t, index, first, R, q_start):
             continue
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
-            widen_f32(before, acc, Dv)
+            copy_checked(before, acc, Dv)
             put_f32(stats_at(slot, R, Dv, r), m)
             put_f32(stats_at(slot, R, Dv, r) + 4, -l)
         else:

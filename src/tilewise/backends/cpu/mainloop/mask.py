@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add, widen_floats
+from ..codegen.load_store import floats_to_f32, get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 from ..kv_access import affine, is_far, sequence, tree_position
@@ -45,7 +45,7 @@ def list_mask(p, row, to, first, count, padded, chosen):
             put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
     else:
         at = row + first * p.mask_k
-        widen_floats(to, at, p.mask_dtype, whole)
+        floats_to_f32(to, at, p.mask_dtype, whole)
         for j in range(whole, count):
             put_f32(to + 4 * j, mask_cell(p, row, first + j))
     fill(to, count, padded, F(0))

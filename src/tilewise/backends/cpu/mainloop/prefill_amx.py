@@ -16,7 +16,7 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, transpose
-from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, policy_jit, up, widen_row
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import W
 from ..gemm import Gemm
 from ..gemm.amx import BLOCK, PARTS, TILE, make_products, release
@@ -95,7 +95,7 @@ def amx_gemm(dtype):
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
                 continue
-            widen_row(
+            row_to_f32(
                 w.rows, row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.dtype, x.width, Dv, ZERO, ZERO, ONE
             )
             pair = w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2

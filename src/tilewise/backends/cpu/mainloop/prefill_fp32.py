@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_i64, transpose
-from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
+from ..codegen.numba_ops import ONE, ZERO, F, jit, row_to_f32, up
 from ..codegen.prefetch import prefetch_column
 from ..codegen.vector import W
 from ..gemm import Gemm, fp32
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..kv_access import list_rows, query_row, sequence, value_source, widen_rows
+from ..kv_access import list_rows, query_row, rows_to_f32, sequence, value_source
 from ..scratch import PAD, PANEL_
 from .max_free import commit_row_sums, exp2_rest, gemm_keys_exp2, is_max_free
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
@@ -68,7 +68,7 @@ def pack_queries(p, t, w, item, q_start, R):
                 row = t.acc + 4 * (r - first) * D
                 if r < R:
                     at = query_row(p, item, q_start, r // n, r % n)
-                    widen_row(row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+                    row_to_f32(row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
                 else:
                     clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
@@ -86,7 +86,7 @@ def pack_keys(p, t, w, x, at, tile, count, last):
     """Lists K's rows, converted unless they are float32 in one tensor, and the rows to prefetch."""
     list_rows(p, x, at, t.k_table, tile, count, PAD)
     if x.dtype != dtypes.F32 or x.shared:
-        widen_rows(p, x, at, t.k_table, t.keys, tile, count, PAD)
+        rows_to_f32(p, x, at, t.k_table, t.keys, tile, count, PAD)
     list_next_tile(p, t, x, value_source(p), at, tile + count, min(p.tile_keys, last - tile - count))
     return False
 
@@ -192,12 +192,12 @@ def pack_values(p, t, w, x, at, first, count, full):
     Dv, BK = up(p.value_dim, W), p.tile_keys
     list_rows(p, x, at, t.v_table, first, count, ONE)
     if x.dtype != dtypes.F32 or x.width % W:
-        widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+        rows_to_f32(p, x, at, t.v_table, t.values, first, count, ONE)
     bad = pack_columns(t, count, Dv, BK)
     if bad == F(0) or full:
         return False
     list_rows(p, x, at, t.v_table, first, count, ONE)  # again, from a copy without them
-    widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+    rows_to_f32(p, x, at, t.v_table, t.values, first, count, ONE)
     extract_nonfinite(t, count, Dv)
     pack_columns(t, count, Dv, BK)
     return True
