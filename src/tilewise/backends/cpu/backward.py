@@ -26,7 +26,7 @@ def prepare(problem: Problem) -> Plan:
     rows, keys = config.backward_tile(p)
     threads = config.threads_for(p, torch.get_num_threads())
     shared = p.mask.broadcast if p.mask is not None and "mask" in p.grads else (False, False)
-    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), give_way=give_way())
+    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), yield_thread=yield_thread())
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
     params.gradients = ctypes.addressof(gradients)
     bf16 = config.backward_in_bf16(p)
@@ -56,7 +56,7 @@ def dq_floats(p: Problem, rows: int) -> int:
 
 
 @cache
-def give_way() -> int:
+def yield_thread() -> int:
     """The address of a C function that yields to other threads."""
     library = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
     return ctypes.cast(library, ctypes.c_void_p).value or 0
@@ -95,9 +95,9 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         if hidden:  # rows that see no key, padding rows
             b.dq.zero_()
         sums = t.lse.new_empty(dq_floats(p, params.tile_rows))  # float32
-        turns = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
-        g.dq_sums, g.turns = sums.data_ptr(), turns.data_ptr()
-        kept += [sums, turns]
+        semaphores = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
+        g.dq_sums, g.dq_semaphores = sums.data_ptr(), semaphores.data_ptr()
+        kept += [sums, semaphores]
     for of_keys in (b.dk, b.dv):
         if of_keys is not None and p.has_lengths:  # keys past a length
             of_keys.zero_()

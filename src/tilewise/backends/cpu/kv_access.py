@@ -22,10 +22,10 @@ LIST_PAD = np.int64(16)  # keys that integer dots multiply at once
 Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group shared")
 # Positions: that of the first query, then as in `MaskRules.places`; for a tree the address of its nodes' positions (0:
 # none), which are also those of the queries' own keys, and the first of these keys
-Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree own")
+Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree tree_start")
 # The sequence and KV head of rows; the address of the list of selected keys (`mainloop/chosen.py`), whose entries are
 # then counted as keys, or 0
-Place = namedtuple("Place", "b head kv_start chosen")
+KVLocation = namedtuple("KVLocation", "b head kv_start chosen")
 
 
 @jit
@@ -51,21 +51,21 @@ def sequence(p, b):
 @jit
 def affine(p, b, offset):
     """The positions of keys and queries of batch row b, whose first query is at `offset`."""
-    tree = own = types.int64(0)
+    tree = tree_start = types.int64(0)
     if p.positions:
         _, q_len, _, kv_len, _ = sequence(p, b)
-        tree, own = p.positions + b * p.positions_b, kv_len - q_len
+        tree, tree_start = p.positions + b * p.positions_b, kv_len - q_len
     if p.row_places:
         at = p.row_places + 12 * b
         k_start, k_stride = types.int64(get_i32(at)), types.int64(get_i32(at + 4))
-        return Affine(offset, k_start, k_stride, types.int64(get_i32(at + 8)), tree, own)
-    return Affine(offset, p.rules.k_start, p.rules.k_stride, p.rules.q_stride, tree, own)
+        return Affine(offset, k_start, k_stride, types.int64(get_i32(at + 8)), tree, tree_start)
+    return Affine(offset, p.rules.k_start, p.rules.k_stride, p.rules.q_stride, tree, tree_start)
 
 
 @jit
-def tree_position(at, row):
+def tree_position(positions, row):
     """The position of node `row` of a tree, not before the keys that precede the tree."""
-    return max(types.int64(get_i32(at.tree + 4 * row)), at.own)
+    return max(types.int64(get_i32(positions.tree + 4 * row)), positions.tree_start)
 
 
 @jit
@@ -86,19 +86,20 @@ def rows_before(distance, stride):
 
 
 @jit
-def key_span(p, at, row, kv_len):
-    """Keys [lo, hi) that position and length rules leave to query `row`, with positions `at`; hi <= lo if none. See
-    `core/mask_rules.py`. With positions of a tree's nodes it covers only keys before the tree: see `tree_hides`.
+def key_span(p, positions, row, kv_len):
+    """Keys [lo, hi) that position and length rules leave to query `row`; hi <= lo if none. See `core/mask_rules.py`.
+
+    With positions of a tree's nodes it covers only keys before the tree: see `tree_hides`.
     """
-    if at.tree:
-        position, lo = tree_position(at, row), types.int64(0)
+    if positions.tree:
+        position, lo = tree_position(positions, row), types.int64(0)
         if p.rules.has_left:
             lo = max(lo, position - p.rules.left)
         if p.rules.chunk:
             lo = max(lo, position // p.rules.chunk * p.rules.chunk)
-        return min(lo, max(at.own, types.int64(0))), kv_len
-    rules, position = p.rules, at.offset + at.q_stride * row
-    near, stride = position - at.k_start, at.k_stride
+        return min(lo, max(positions.tree_start, types.int64(0))), kv_len
+    rules, position = p.rules, positions.offset + positions.q_stride * row
+    near, stride = position - positions.k_start, positions.k_stride
     lo, hi = 0, kv_len
     if rules.causal:
         hi = min(hi, rows_before(near + 1, stride))
@@ -107,26 +108,26 @@ def key_span(p, at, row, kv_len):
     if rules.has_right:
         hi = min(hi, rows_before(near + rules.right + 1, stride))
     if rules.chunk:
-        start = position // rules.chunk * rules.chunk - at.k_start
+        start = position // rules.chunk * rules.chunk - positions.k_start
         lo, hi = max(lo, rows_before(start, stride)), min(hi, rows_before(start + rules.chunk, stride))
     return lo, hi
 
 
 @jit
-def rows_span(p, at, row, rows, kv_len):
+def rows_span(p, positions, row, rows, kv_len):
     """Keys [lo, hi) that some of `rows` queries from `row` on see: from the first one's lo to the last one's hi."""
-    lo, hi = key_span(p, at, row, kv_len)[0], key_span(p, at, row + rows - 1, kv_len)[1]
-    if at.tree:
+    lo, hi = key_span(p, positions, row, kv_len)[0], key_span(p, positions, row + rows - 1, kv_len)[1]
+    if positions.tree:
         for i in range(row, row + rows):
-            lo = min(lo, key_span(p, at, i, kv_len)[0])
+            lo = min(lo, key_span(p, positions, i, kv_len)[0])
     return lo, hi
 
 
 @jit
-def query_span(p, at, key, q_len):
+def query_span(p, positions, key, q_len):
     """Query rows [lo, hi) that see a key by position rules: the inverse of `key_span`."""
-    rules, position = p.rules, at.k_start + at.k_stride * key
-    near, stride = position - at.offset, at.q_stride
+    rules, position = p.rules, positions.k_start + positions.k_stride * key
+    near, stride = position - positions.offset, positions.q_stride
     lo, hi = 0, q_len
     if rules.causal:
         lo = max(lo, rows_before(near, stride))
@@ -135,7 +136,7 @@ def query_span(p, at, key, q_len):
     if rules.has_right:
         lo = max(lo, rows_before(near - rules.right, stride))
     if rules.chunk:
-        start = position // rules.chunk * rules.chunk - at.offset
+        start = position // rules.chunk * rules.chunk - positions.offset
         lo, hi = max(lo, rows_before(start, stride)), min(hi, rows_before(start + rules.chunk, stride))
     return lo, hi
 
@@ -162,8 +163,8 @@ def value_source(p):
 
 
 @jit
-def place(p, item, kv_start, chosen):
-    return Place(types.int64(0) if p.cu_k else item.b, item.head, kv_start, chosen)
+def kv_location(p, item, kv_start, chosen):
+    return KVLocation(types.int64(0) if p.cu_k else item.b, item.head, kv_start, chosen)
 
 
 @jit

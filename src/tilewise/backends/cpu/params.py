@@ -89,8 +89,8 @@ class Params(ctypes.Structure):
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
         *fields("dot_qk dot_pv qk_bf16_dot"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
-        # A cascade: the struct of the shared call, the positions of rows in it, the next item to merge
-        *fields("shared places next_merge"),
+        # A cascade: the `Params` of the call over the prefix, where its rows are (`cascade.py`), the next item to merge
+        *fields("prefix_params prefix_rows next_merge"),
         # Work items: the next one, their number, how many are done, whether AMX left one undone
         *fields("next_item items done undone"),
     ]
@@ -105,11 +105,11 @@ class Gradients(ctypes.Structure):
         *fields(tensor("dmask", "bhqk")),  # or a sum for each block of keys, if the mask is broadcast over keys
         *fields("dmask_dtype dmask_block dmask_sum"),
         # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for
-        *fields("dq_sums turns slots"),
+        *fields("dq_sums dq_semaphores slots"),
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
         *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
         # Whether batch rows or KV heads of a block of keys are one work item; a function that yields to other threads
-        *fields("every_row every_head give_way"),
+        *fields("every_row every_head yield_thread"),
     ]
 
 

@@ -82,9 +82,9 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_le
         if cu_q and get_i32(cu_q + 4 * p.batch) < p.q_rows:
             spare = SPARE_ROWS
     own = p.partials + up(p.items * p.partial_bytes, CACHE_LINE)
-    if p.shared:  # not copied: an earlier attempt may have used it
-        shared = params_at(p.shared)
-        shared.next_item, shared.done, shared.undone = 0, 0, 0
+    if p.prefix_params:  # not copied: an earlier attempt may have used it
+        prefix = params_at(p.prefix_params)
+        prefix.next_item, prefix.done, prefix.undone = 0, 0, 0
     if team and p.threads > 1:
         task, threads = task_at(scratch + TASK_AT), team_at(team)
         task.next_thread, task.kernel, task.params, task.memories = 0, p.worker, scratch, team + TEAM_BYTES
@@ -150,7 +150,7 @@ def schedule(params, order):
     for at in range(p.batch):
         b = get_i64(order + 8 * at)
         _, q_len, _, kv_len, offset = sequence(p, b)
-        places = affine(p, b, offset)
+        positions = affine(p, b, offset)
         block = max(1, own_rows(p, q_len))
         each = (block + p.tile_rows - 1) // p.tile_rows
         for tile in range((q_len + block - 1) // block * each - 1, -1, -1):  # the last rows see the most if causal
@@ -158,7 +158,7 @@ def schedule(params, order):
             n = min(p.tile_rows, q_len - row, tile // each * block + block - row)
             if n <= 0:
                 continue
-            lo, hi = rows_span(p, places, row, n, kv_len)
+            lo, hi = rows_span(p, positions, row, n, kv_len)
             last = kv_len
             if p.block:
                 lo, hi, last = 0, p.chosen_keys, p.chosen_keys

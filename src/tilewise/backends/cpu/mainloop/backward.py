@@ -38,7 +38,7 @@ from ..codegen.numba_ops import (
 )
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
-from ..kv_access import affine, key_span, place, query_span, sequence
+from ..kv_access import affine, key_span, kv_location, query_span, sequence
 from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
@@ -74,14 +74,14 @@ def schedule_backward(params, order):
 
 
 @jit
-def rows_seeing(p, block, kv_len, places, q_len):
+def rows_seeing(p, block, kv_len, positions, q_len):
     """The first and last row that may see a key of a block.
 
     With strides there may be none: both are then the row after which the block's keys are.
     """
     start = block * p.tile_keys
     end = min(start + p.tile_keys, kv_len)
-    return query_span(p, places, start, q_len)[0], query_span(p, places, end - 1, q_len)[1]
+    return query_span(p, positions, start, q_len)[0], query_span(p, positions, end - 1, q_len)[1]
 
 
 @jit
@@ -103,7 +103,7 @@ def visits(p, tile, block):
 def set_up_rows(p, g, t, tile, R):
     """Spans, positions, slopes, lse (m) and delta (l) of a tile's rows. Rows whose lse is infinite see nothing."""
     q_start, _, _, kv_len, offset = sequence(p, tile.b)
-    group, n, places = p.heads // p.kv_heads, tile.rows, affine(p, tile.b, offset)
+    group, n, positions = p.heads // p.kv_heads, tile.rows, affine(p, tile.b, offset)
     b = ZERO if p.cu_q else tile.b
     for h in range(group):
         head, slope = tile.head * group + h, F(0)
@@ -113,12 +113,12 @@ def set_up_rows(p, g, t, tile, R):
         deltas = g.delta + b * g.delta_b + head * g.delta_h
         for i in range(n):
             token = q_start + tile.row + i
-            lo, hi = key_span(p, places, tile.row + i, kv_len)
+            lo, hi = key_span(p, positions, tile.row + i, kv_len)
             lo, hi = max(lo, tile.start), min(hi, tile.end)
             lse = get_f32(lses + token * p.lse_l)
             if lo >= hi or abs(lse) == INF:
                 lo, hi = ZERO, ZERO
-            set_row(t, h * n + i, lo, hi, from_first_key(places, tile.row + i), slope)
+            set_row(t, h * n + i, lo, hi, from_first_key(positions, tile.row + i), slope)
             put_f32(t.m + 4 * (h * n + i), lse)
             put_f32(t.l + 4 * (h * n + i), get_f32(deltas + token * g.delta_l))
     for r in range(R, up(R, PANEL)):
@@ -179,13 +179,13 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
 
 
 @jit
-def wait_turn(g, turn, block):
+def wait_turn(g, semaphore, block):
     """Waits for this block's turn. No deadlock: earlier blocks were taken first, and do not wait for later ones."""
     spins = 0
-    while load_acquire(turn) != block:
+    while load_acquire(semaphore) != block:
         spins += 1
         if spins > SPINS:
-            call_nothing(g.give_way)
+            call_nothing(g.yield_thread)
 
 
 def delta(params, scratch):
@@ -223,15 +223,15 @@ def mainloop(gemm):
         before = q_start // p.tile_rows + tile.b if p.cu_q else tile.b * ((q_len + p.tile_rows - 1) // p.tile_rows)
         slot = tile.head * g.slots + before + tile.row // p.tile_rows
         group = p.heads // p.kv_heads
-        sums, turn = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.turns + 8 * slot
+        sums, semaphore = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.dq_semaphores + 8 * slot
         if visits(p, tile, tile.block - 1):
-            wait_turn(g, turn, tile.block)
+            wait_turn(g, semaphore, tile.block)
         else:
             clear(sums, up(R, ROWS) * D)
         if not nothing:
             add_queries(p, t, tile, ld, clean_keys, sums, R)
         if visits(p, tile, tile.block + 1):
-            store_release(turn, tile.block + 1)
+            store_release(semaphore, tile.block + 1)
             return
         n, b = tile.rows, ZERO if p.cu_q else tile.b
         for r in range(R):
@@ -271,7 +271,7 @@ def mainloop(gemm):
             return
         D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
         whole = Tile(b, head, ZERO, q_len, start, end, block)
-        at = place(p, whole, kv_start, ZERO)
+        at = kv_location(p, whole, kv_start, ZERO)
         count = end - start
         clean_keys = load_keys(p, t, at, start, count)
         clear(t.dk, up(count, KEYS) * D)

@@ -47,8 +47,8 @@ def list_chosen(p, t, item):
     if p.indices == 0:
         return
     q_start, _, kv_start, kv_len, offset = sequence(p, item.b)
-    places = affine(p, item.b, offset)
-    lo, hi = rows_span(p, places, item.row, item.rows, kv_len)
+    positions = affine(p, item.b, offset)
+    lo, hi = rows_span(p, positions, item.row, item.rows, kv_len)
     b = ZERO if p.cu_q else item.b
     indices = p.indices + b * p.indices_b + item.head * p.indices_h + (q_start + item.row) // p.block * p.indices_l
     at, skip = item.start // p.block, item.start % p.block

@@ -19,9 +19,9 @@ from ..gemm.fixed_point import are_finite, are_quantised, quantise_queries, quer
 from ..kv_access import (
     KEY_PAD,
     key_source,
+    kv_location,
     list_ahead,
     list_scales,
-    place,
     query_row,
     rows_to_f32,
     sequence,
@@ -100,7 +100,7 @@ def decode(params, scratch, address):
                 unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
-                    at = place(p, item, kv_start, chosen_keys(p, t))
+                    at = kv_location(p, item, kv_start, chosen_keys(p, t))
                     decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix)
         tile += size
 
@@ -125,7 +125,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         read_states(p, item, t.states, origin, end)  # there is no mask
-        at = place(p, item, kv_start, chosen_keys(p, t))
+        at = kv_location(p, item, kv_start, chosen_keys(p, t))
         list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
         list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
     step = keys_of_head(p)

@@ -137,7 +137,7 @@ def key_bias(p, b, head, j):
 
 
 @jit
-def own_keys(p, b):
+def tree_start(p, b):
     """The first key that a tree mask covers: the queries' own, the last Lq keys."""
     _, q_len, _, kv_len, _ = sequence(p, b)
     return kv_len - q_len
@@ -146,21 +146,21 @@ def own_keys(p, b):
 @jit
 def has_added(p, b, end):
     """Whether biases, or a tree mask over keys before `end`, apply besides a mask. Selected keys may be anywhere."""
-    return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > own_keys(p, b)))
+    return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > tree_start(p, b)))
 
 
 @jit
 def tree_hides(p, b, i, j):
     """Whether a tree mask hides key j from query i, or rules do by the positions of its nodes."""
-    column = j - own_keys(p, b)
+    column = j - tree_start(p, b)
     if column < 0:
         return False
     if get_u8(p.tree + b * p.tree_b + i * p.tree_q + column) == 0:
         return True
     if p.positions == 0:
         return False
-    at = affine(p, b, ZERO)
-    return is_far(p, tree_position(at, i), tree_position(at, column))
+    positions = affine(p, b, ZERO)
+    return is_far(p, tree_position(positions, i), tree_position(positions, column))
 
 
 @jit
@@ -193,16 +193,16 @@ def list_added(p, at, to, first, count, padded, state, chosen, parts):
     if state == SKIP:
         fill(to, ZERO, padded, -INF)
         return
-    own = query_bias(p, b, head, i) if parts & BIASES else F(0)
+    bias = query_bias(p, b, head, i) if parts & BIASES else F(0)
     if p.mask and state != FULL and parts & MASKS:
         list_mask(p, mask_row(p, b, head, i), to, first, count, padded, chosen)
-        if own != F(0):
+        if bias != F(0):
             for j in range(count):
-                put_f32(to + 4 * j, get_f32(to + 4 * j) + own)
+                put_f32(to + 4 * j, get_f32(to + 4 * j) + bias)
         if parts == MASKS and p.mask_dtype != dtypes.BOOL:
             keep_hidden(p, at, to, first, count, chosen)
     else:
-        fill(to, ZERO, count, own)
+        fill(to, ZERO, count, bias)
         fill(to, count, padded, F(0))
     if p.k_bias and parts & BIASES:
         whole = count // W * W if p.k_bias_l == 4 and chosen == 0 else ZERO
@@ -211,7 +211,7 @@ def list_added(p, at, to, first, count, padded, state, chosen, parts):
         for j in range(whole, count):
             put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
     if p.tree and parts & MASKS:
-        for j in range(ZERO if chosen else max(ZERO, own_keys(p, b) - first), count):
+        for j in range(ZERO if chosen else max(ZERO, tree_start(p, b) - first), count):
             if tree_hides(p, b, i, chosen_key(chosen, first + j)):
                 put_f32(to + 4 * j, -INF)
 

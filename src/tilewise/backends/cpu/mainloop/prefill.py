@@ -14,7 +14,7 @@ from __future__ import annotations
 from ..codegen.load_store import put_i64
 from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
-from ..kv_access import key_source, place, sequence, value_source
+from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
 from .chosen import chosen_count, chosen_keys, first_key, list_chosen
 from .mask import FULL, has_added, read_states
@@ -34,7 +34,7 @@ def mainloop(gemm):
         w = memory(p, t)
         q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
         R, BK = p.heads // p.kv_heads * item.rows, p.tile_keys
-        k, v, at = key_source(p), value_source(p), place(p, item, kv_start, chosen_keys(p, t))
+        k, v, at = key_source(p), value_source(p), kv_location(p, item, kv_start, chosen_keys(p, t))
         put_i64(t.done, ZERO)
         if pack_queries(p, t, w, item, q_start, R):
             return

@@ -22,7 +22,7 @@ def set_up(p, t, item, count, Dv):
     the mask. With key indices these are entries of the list.
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
-    group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
+    group, n, positions = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
     first, last = chosen_count(p, t, item.end), first_key(p, item)
     unmasked = p.mask == 0 or p.spans != 0
     for g in range(group):
@@ -30,7 +30,7 @@ def set_up(p, t, item, count, Dv):
         if p.slopes:
             slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
         for i in range(n):
-            lo, hi = key_span(p, places, item.row + i, kv_len)
+            lo, hi = key_span(p, positions, item.row + i, kv_len)
             if p.spans:
                 lo, hi, plain = mask_span(p, item.b, item.head * group + g, item.row + i, lo, hi)
                 unmasked &= plain
@@ -42,7 +42,7 @@ def set_up(p, t, item, count, Dv):
                 first, last = min(first, lo), max(last, hi)
             else:
                 lo, hi = types.int64(0), types.int64(0)
-            set_row(t, g * n + i, lo, hi, from_first_key(places, item.row + i), slope)
+            set_row(t, g * n + i, lo, hi, from_first_key(positions, item.row + i), slope)
     for r in range(group * n, count):
         set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
     clear(t.acc, count * Dv)
@@ -50,9 +50,9 @@ def set_up(p, t, item, count, Dv):
 
 
 @jit
-def from_first_key(places, row):
+def from_first_key(positions, row):
     """The distance of query `row` from the first key."""
-    return places.offset + places.q_stride * row - places.k_start
+    return positions.offset + positions.q_stride * row - positions.k_start
 
 
 @jit
