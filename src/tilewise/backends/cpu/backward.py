@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -18,7 +18,7 @@ from .gemm.fp32 import ROWS
 from .launch import Launch, check_tables, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
-from .threads import pool
+from .threads import pool, yield_thread
 
 
 def prepare(problem: Problem) -> Plan:
@@ -26,9 +26,9 @@ def prepare(problem: Problem) -> Plan:
     rows, keys = config.backward_tile(p)
     threads = config.threads_for(p, torch.get_num_threads())
     shared = p.mask.broadcast if p.mask is not None and "mask" in p.grads else (False, False)
-    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), yield_thread=yield_thread())
+    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows))
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
-    params.gradients = ctypes.addressof(gradients)
+    params.gradients, params.yield_thread = ctypes.addressof(gradients), yield_thread()
     bf16 = config.backward_in_bf16(p)
     params.worker = compiler.function("backward bf16" if bf16 else "backward")
     scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
@@ -53,13 +53,6 @@ def tiles(p: Problem, rows: int) -> int:
 def dq_floats(p: Problem, rows: int) -> int:
     """The size of dq's float32 accumulator, in slots for whole tiles."""
     return p.kv_heads * tiles(p, rows) * int(round_up(p.group * rows, ROWS) * round_up(p.head_dim, W))
-
-
-@cache
-def yield_thread() -> int:
-    """The address of a C function that yields to other threads."""
-    library = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
-    return ctypes.cast(library, ctypes.c_void_p).value or 0
 
 
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:

@@ -18,13 +18,14 @@ from ...core.tensors import Shared, Tensors
 from . import compiler
 from .codegen.calls import call_kernel
 from .codegen.load_store import fetch_add, get_i64, load_acquire, put_i64
-from .codegen.numba_ops import item_at, jit, params_at, up
+from .codegen.numba_ops import back_off, item_at, jit, params_at, up
 from .codegen.vector import W
 from .config import padded_width
 from .kv_access import sequence
 from .launch import launcher, make_params, zero_spare_rows
 from .mainloop.epilogue import Partials, combine_row, finalize_row
 from .params import WORK_ITEM_BYTES, Params, offset
+from .threads import yield_thread
 
 NEXT_MERGE, DONE, UNDONE = (offset(Params, name) for name in ("next_merge", "done", "undone"))
 
@@ -41,8 +42,9 @@ def cascade(params, scratch):
     call_kernel(prefix.worker, p.prefix_params, scratch)
     call_kernel(prefix.worker, params, scratch)
     # Other threads may still run the last items.
+    spins = 0
     while not (all_done(p.prefix_params, prefix.items) and all_done(params, p.items)):
-        continue
+        spins = back_off(spins, p.yield_thread)
     if prefix.undone:
         put_i64(params + UNDONE, 1)
     Dv, group = up(p.value_dim, W), p.heads // p.kv_heads
@@ -100,7 +102,7 @@ def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:
     prefix_rows = np.empty((2 * rows, 2), dtype=np.int64)
     prefix.partials, own.prefix_rows = partials.data_ptr(), prefix_rows.ctypes.data
     own.prefix_params = ctypes.addressof(prefix)
-    own.worker, own.combine = compiler.function("cascade"), 0
+    own.worker, own.combine, own.yield_thread = compiler.function("cascade"), 0, yield_thread()
     own.threads = min(max(prefix.threads, own.threads), prefix.items + own.items)
     compiler.entry("map_rows")(ctypes.addressof(own), rows, 0 if shared.back is None else shared.back.data_ptr())
     scratch = max(shared_plan.detail.scratch, plan.detail.scratch)

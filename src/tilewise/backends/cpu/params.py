@@ -91,6 +91,7 @@ class Params(ctypes.Structure):
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the `Params` of the call over the prefix, where its rows are (`cascade.py`), the next item to merge
         *fields("prefix_params prefix_rows next_merge"),
+        *fields("yield_thread"),  # a function that yields to other threads, for kernels that wait
         # Work items: the next one, their number, how many are done, whether AMX left one undone
         *fields("next_item items done undone"),
     ]
@@ -108,8 +109,7 @@ class Gradients(ctypes.Structure):
         *fields("dq_sums dq_semaphores slots"),
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
         *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
-        # Whether batch rows or KV heads of a block of keys are one work item; a function that yields to other threads
-        *fields("every_row every_head yield_thread"),
+        *fields("every_row every_head"),  # whether batch rows or KV heads of a block of keys are one work item
     ]
 
 

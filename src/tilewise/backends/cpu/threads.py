@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,13 @@ class Pool:
                 started.pop()
             except KeyboardInterrupt as error:
                 self.error = error
+
+
+@cache
+def yield_thread() -> int:
+    """The address of a C function that yields to other threads."""
+    function = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 pool = Pool()

@@ -15,6 +15,7 @@ from ....core.storage import LATENT_SCALES as SCALE_BYTES
 from ..params import GRADIENTS, PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
+from .calls import call_nothing
 from .load_store import get_f32, get_one, put_f32, put_one
 from .vector import W
 
@@ -77,6 +78,17 @@ params_at, item_at, gradients_at, task_at, team_at = map(struct_at, (PARAMS, WOR
 @njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)
 def up(n, to):
     return (n + to - 1) // to * to
+
+
+SPINS = 64  # before a waiting thread yields
+
+
+@jit
+def back_off(spins, yield_thread):
+    """A step of a thread that waits; after some it yields to others. Returns the number of steps."""
+    if spins >= SPINS:
+        call_nothing(yield_thread)
+    return spins + 1
 
 
 @jit

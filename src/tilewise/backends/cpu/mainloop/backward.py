@@ -20,13 +20,13 @@ from collections import namedtuple
 from numba import types
 
 from ....core.large_lse import LARGE
-from ..codegen.calls import call_nothing
 from ..codegen.load_store import clear, fetch_add, get_f32, get_i64, load_acquire, put_f32, put_i64, store_release
 from ..codegen.numba_ops import (
     INF,
     ONE,
     ZERO,
     F,
+    back_off,
     gradients_at,
     item_at,
     jit,
@@ -50,7 +50,6 @@ from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
-SPINS = 64  # before a waiting thread yields
 # Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
 Tile = namedtuple("Tile", "b head row rows start end block")
 
@@ -179,13 +178,11 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
 
 
 @jit
-def wait_turn(g, semaphore, block):
+def wait_turn(p, semaphore, block):
     """Waits for this block's turn. No deadlock: earlier blocks were taken first, and do not wait for later ones."""
     spins = 0
     while load_acquire(semaphore) != block:
-        spins += 1
-        if spins > SPINS:
-            call_nothing(g.yield_thread)
+        spins = back_off(spins, p.yield_thread)
 
 
 def delta(params, scratch):
@@ -225,7 +222,7 @@ def mainloop(gemm):
         group = p.heads // p.kv_heads
         sums, semaphore = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.dq_semaphores + 8 * slot
         if visits(p, tile, tile.block - 1):
-            wait_turn(g, semaphore, tile.block)
+            wait_turn(p, semaphore, tile.block)
         else:
             clear(sums, up(R, ROWS) * D)
         if not nothing:
