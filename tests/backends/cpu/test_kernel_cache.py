@@ -24,6 +24,7 @@ from tilewise.backends.cpu import compiler, kernel_cache
 from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 from tilewise.backends.cpu.codegen.numba_ops import ONE, jit
 from tilewise.backends.cpu.linker import link
+from tilewise.backends.cpu.object_code import emit_object
 from tilewise.core import cache_home
 from tilewise.kv_cache import block_loops
 from tiny_kernel import adding, no_compiler, run_tiny, said
@@ -115,10 +116,10 @@ def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):
     def once(address):
         put_i64(address, max(get_i64(address), ONE))
 
-    compiler.object_code(once, "once")  # Numba's runtime and its `max` are then compiled, whatever ran before
+    emit_object(once, "once")  # Numba's runtime and its `max` are then compiled, whatever ran before
     links, before = [], (ModuleRef.link_in, event.start_event, types.Record.__repr__)
     monkeypatch.setattr(ModuleRef, "link_in", lambda *args, **kws: links.append(args) or before[0](*args, **kws))
-    code = compiler.object_code(kernel, "linked")
+    code = emit_object(kernel, "linked")
     assert len(links) == 4 + 1 + 4  # a module for each function and the entry, and those of what is called
     number = np.array([10], dtype=np.int64)
     link(code, "linked").entry(number.ctypes.data)
@@ -205,7 +206,7 @@ def test_an_entry_takes_as_many_whole_numbers_as_its_kernel():
 def evil():
     """A file with the right digest, as anybody can write it: another kernel's code."""
     compile_tiny()
-    kernel_cache.write(kept().name, key_of(), compiler.object_code(adding(2), "tiny"))
+    kernel_cache.write(kept().name, key_of(), emit_object(adding(2), "tiny"))
 
 
 def test_the_planted_file_would_do_harm():
@@ -376,7 +377,7 @@ def holder(home):
 
 
 def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatch):
-    contents = compiler.object_code(adding(1), "tiny")
+    contents = emit_object(adding(1), "tiny")
     waits = []
 
     def sleep(_):
