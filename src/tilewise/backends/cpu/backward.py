@@ -15,7 +15,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
-from .launch import Launch, check_tables, launcher, make_params, problem_params, same_items, schedule_items
+from .launch import LaunchTemplate, check_tables, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
 from .threads import pool, yield_thread
@@ -41,7 +41,7 @@ def prepare(problem: Problem) -> Plan:
         f"{'bf16 ' * bf16}backward, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(rows, max(1, p.q_len)), keys),
         workspace_bytes=scratch * threads + 4 * p.heads * every_row + 4 * dq_floats(p, rows),
-        detail=Launch(params, scratch, most, items, "schedule_backward", gradients),
+        detail=LaunchTemplate(params, scratch, most, items, "schedule_backward", gradients),
     )
 
 
@@ -57,7 +57,7 @@ def dq_floats(p: Problem, rows: int) -> int:
 
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
     """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
-    p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
+    p, b, t, template = plan.problem, tensors, tensors.forward, plan.detail
     assert t.lse is not None
     if p.is_empty:
         for gradient in b.gradients().values():
@@ -67,7 +67,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         return
     check_tables(p, t)
     params, kept = make_params(plan, t)
-    g = Gradients.from_buffer_copy(launch.gradients)
+    g = Gradients.from_buffer_copy(template.gradients)
     params.gradients = ctypes.addressof(g)
     delta = torch.empty_like(t.lse)
     incoming = {"dout": b.dout, "dlse": b.dlse, "delta": delta}
@@ -75,7 +75,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         if x is not None:
             put_tensor(g, name, x)
     g.rows = delta.shape[2]
-    pool.run_kernel("delta", ctypes.addressof(params), params.threads, launch.scratch)
+    pool.run_kernel("delta", ctypes.addressof(params), params.threads, template.scratch)
     if g.large and not lse_is_right:
         large_lse.run(prepare, partial(run, lse_is_right=True), p, b)
         return
@@ -104,7 +104,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
     if b.dk_bias is not None:
         put_tensor(g, "dk_bias", b.dk_bias.zero_())
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
-    launcher((params,), launch.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
+    launcher((params,), template.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
     if slopes is not None and b.dalibi_slopes is not None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
     if rows is not None and b.dq_bias is not None:

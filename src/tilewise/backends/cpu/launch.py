@@ -1,8 +1,8 @@
 """Makes the parameter struct of a call from its plan and tensors, and runs the kernel `launch` on it.
 
-All calls go the same way: `prepare` makes what the calls of a problem share, `make_params` the struct of one call,
-`launcher` the function that runs it. A repeated call runs that function with other addresses; a cascade is a struct
-with a second one attached.
+All calls go the same way: `prepare` makes a `LaunchTemplate`, which the calls of a problem share, `make_params` the
+struct of one call, `launcher` the function that runs it. A repeated call runs that function with other addresses; a
+cascade is a struct with a second one attached.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What all calls of a problem share."""
+class LaunchTemplate:
+    """What all calls of a problem share: each copies `params` and adds its tensors."""
 
     params: Params  # without tensors
     scratch: int  # bytes for each thread
@@ -46,8 +46,8 @@ class Launch:
 
 def prepare(problem: Problem) -> Plan:
     p = problem
-    launch = make_launch(p, torch.get_num_threads())
-    params, threads = launch.params, launch.params.threads
+    template = make_template(p, torch.get_num_threads())
+    params, threads = template.params, template.params.threads
     how = "decode" if config.is_decode(p) else "AMX prefill" if params.prefill_amx else "prefill"
     return Plan(
         p,
@@ -55,12 +55,12 @@ def prepare(problem: Problem) -> Plan:
         f"{'bf16 ' * params.bf16_dot}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
         splits=-(-config.keys_of(p) // params.split_size) if params.split_size else 1,
-        workspace_bytes=launch.scratch * threads + launch.max_work_items * params.partial_bytes,
-        detail=launch,
+        workspace_bytes=template.scratch * threads + template.max_work_items * params.partial_bytes,
+        detail=template,
     )
 
 
-def make_launch(p: Problem, threads: int) -> Launch:
+def make_template(p: Problem, threads: int) -> LaunchTemplate:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
@@ -89,7 +89,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     )
     kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
     items = schedule_items(params, c.max_work_items) if kept else None
-    return Launch(params, scratch, c.max_work_items, items)
+    return LaunchTemplate(params, scratch, c.max_work_items, items)
 
 
 def same_items(p: Problem) -> bool:
@@ -186,9 +186,9 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
 
     With `own_tables` each launch is given lengths, offsets and block tables, and lists its own work items.
     """
-    p, launch = plan.problem, plan.detail
-    params = Params.from_buffer_copy(launch.params)
-    kept: list[Any] = [launch]
+    p, template = plan.problem, plan.detail
+    params = Params.from_buffer_copy(template.params)
+    kept: list[Any] = [template]
     for name in STRIDED + FLAT:
         x = getattr(t, TENSORS.get(name, name))
         if x is not None and name in FLAT:
@@ -214,8 +214,8 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
         spans = torch.zeros(own, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
         put_tensor(params, "spans", spans)
         kept.append(spans)
-    if launch.work_items is None and not own_tables:
-        kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
+    if template.work_items is None and not own_tables:
+        kept.append(schedule_items(params, template.max_work_items, template.schedule))
     return params, kept
 
 
@@ -274,14 +274,14 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     With `checks_tables` it checks lengths, offsets and block tables itself: it returns False, and does nothing, if they
     refer to rows that do not exist.
     """
-    p, launch = plan.problem, plan.detail
-    params, kept = make_params(plan, t, launch.work_items is None)
-    if launch.work_items is None:
-        if launch.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
+    p, template = plan.problem, plan.detail
+    params, kept = make_params(plan, t, template.work_items is None)
+    if template.work_items is None:
+        if template.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
             return None  # it would need memory for the most items that a call may have
-        params.schedule, params.max_items = compiler.function(launch.schedule), launch.max_work_items
+        params.schedule, params.max_items = compiler.function(template.schedule), template.max_work_items
         params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
-    return launcher((params,), launch.scratch, kept)
+    return launcher((params,), template.scratch, kept)
 
 
 def check_tables(p: Problem, t: Tensors) -> None:

@@ -46,7 +46,7 @@ class Worker:
                 self.done.release()
 
 
-class Scratch:
+class ScratchBuffer:
     """Memory that is reused from call to call and grows as needed."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.by_workers = PARALLEL(self._run_workers)  # used if torch's is not available
         self.starter: Any = None  # the one that is used
-        self.scratches: list[Scratch] = []
+        self.scratches: list[ScratchBuffer] = []
         self.team: Any = None  # a `Team` and the addresses of its scratch memory
         self.address = self.room = 0
         self.busy = threading.Lock()
@@ -90,7 +90,7 @@ class Pool:
         try:
             own = self.own.scratch
         except AttributeError:
-            own = self.own.scratch = Scratch()
+            own = self.own.scratch = ScratchBuffer()
         return own.start if own.size >= size else own.address(size)
 
     def acquire(self, threads: int, scratch: int) -> int:
@@ -126,7 +126,7 @@ class Pool:
             self.release()
 
     def _gather(self, threads: int, scratch: int) -> None:
-        self.scratches += [Scratch() for _ in range(threads - len(self.scratches))]
+        self.scratches += [ScratchBuffer() for _ in range(threads - len(self.scratches))]
         self.room = max(self.room, scratch)
         self.starter = self.parallel or self.by_workers
         places = [s.address(self.room) for s in self.scratches]
