@@ -210,9 +210,9 @@ def list_rows(p, x, at, table, first, count, pad):
 @jit
 def list_ahead(p, x, at, table, first, count, end, distance):
     """Lists `count` rows, padded to a multiple of 16, and `distance` more to prefetch, up to the last before `end`."""
-    there, wanted = min(count + distance, end - first), up(count, LIST_PAD) + distance
-    list_rows(p, x, at, table, first, there, ONE)
-    repeat_last(table, there, wanted)
+    available, padded = min(count + distance, end - first), up(count, LIST_PAD) + distance
+    list_rows(p, x, at, table, first, available, ONE)
+    repeat_last(table, available, padded)
 
 
 @jit

@@ -105,8 +105,8 @@ def has_spans(p: Problem, mask: torch.Tensor) -> bool:
     """
     if p.grads or p.packed_q or p.selection is not None or config.is_decode(p):
         return False
-    shared = p.q_len > 1 and mask.stride(2) == 0
-    return same_items(p) and mask.stride(3) == 1 and not (shared and p.rules.by_position)
+    queries_share = p.q_len > 1 and mask.stride(2) == 0
+    return same_items(p) and mask.stride(3) == 1 and not (queries_share and p.rules.by_position)
 
 
 def problem_params(p: Problem, **tiles: int) -> Params:
@@ -210,8 +210,8 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
     if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not adjacent
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):
-        own = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
-        spans = torch.zeros(own, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
+        shape = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
+        spans = torch.zeros(shape, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
         put_tensor(params, "spans", spans)
         kept.append(spans)
     if template.work_items is None and not own_tables:
@@ -219,9 +219,13 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
     return params, kept
 
 
-Launcher = Callable[..., bool]  # takes q, k, v, out, lse or None, and the scales of quantised K and V
-AFTER_SCALES = FIELDS[7:]
-NO_TABLES = [0, 0, 0, 0]
+# Takes the tensors of a call in the order of FIELDS: OPERANDS, and REST if the call has tables.
+Launcher = Callable[..., bool]
+OPERANDS = ("q", "k", "v", "out", "lse", "k_scales", "v_scales")
+REST = tuple(name for name in FIELDS if name not in OPERANDS)
+LAUNCH_TABLES = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "block_table")  # as the kernel `launch` takes them
+NO_TABLES = [0] * len(LAUNCH_TABLES)
+assert FIELDS == OPERANDS + REST
 
 
 def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
@@ -230,38 +234,38 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
     It only passes addresses: the kernel copies the struct, starts the threads and combines partials (cpu 17 in
     benchmarks/cpu/LOG.md). `kept` are objects that must outlive the structs.
     """
-    params, own_scratch = structs[0], pool.scratch
+    params, scratch_of_thread = structs[0], pool.scratch
     launch, address = compiler.entry("launch"), ctypes.addressof(params)
     own_items, items = params.schedule != 0, params.max_items or params.items
     params.threads = threads = min(params.threads, items)
     size = LAUNCH_BYTES + -(-items * params.partial_bytes // CACHE_LINE) * CACHE_LINE + scratch
     if own_items:
         size += items * WORK_ITEM.itemsize + 8 * params.batch + CACHE_LINE
-    kv_lengths, cu_q = (AFTER_SCALES.index(name) for name in ("kv_lengths", "cu_seqlens_q"))
+    tables_at, cu_q = [REST.index(name) for name in LAUNCH_TABLES], REST.index("cu_seqlens_q")
 
-    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *more: Any) -> bool:
+    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *rest: Any) -> bool:
         tables = NO_TABLES
         if own_items:
-            tables = [0 if x is None else x.data_ptr() for x in (more[kv_lengths], *more[cu_q:])]
+            tables = [0 if (x := rest[i]) is None else x.data_ptr() for i in tables_at]
         team = pool.acquire(threads, scratch) if threads > 1 else 0
         try:
-            found = launch(
-                address, own_scratch(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            status = launch(
+                address, scratch_of_thread(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
                 0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
                 0 if v_scales is None else v_scales.data_ptr(), *tables,
             )  # fmt: skip
         finally:
             if team:
                 pool.release()
-        if found:
-            if found & WRONG_TABLES:
+        if status:
+            if status & WRONG_TABLES:
                 return False
-            if found & SPARE_ROWS:
-                zero_rows(out, lse, int(more[cu_q][-1]), 0)
-            if found & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
+            if status & SPARE_ROWS:
+                zero_rows(out, lse, int(rest[cu_q][-1]), 0)
+            if status & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
                 for x in structs:
                     x.prefill = compiler.function("prefill")
-                return go(q, k, v, out, lse, k_scales, v_scales, *more)
+                return go(q, k, v, out, lse, k_scales, v_scales, *rest)
         return True
 
     go.kept, go.checks_tables = (structs, kept), own_items  # type: ignore[attr-defined]

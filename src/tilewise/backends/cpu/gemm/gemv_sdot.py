@@ -172,11 +172,11 @@ def _columns(e: Emit, rows: list[Value]) -> list[Value]:
     pairs = [[e.shuffle(x, y, [lane + n * half for lane in low]) for n in range(2)] for x, y in (rows[:2], rows[2:])]
     i16 = ir.VectorType(ir.IntType(16), half)
     low = [lane for i in range(half // 2) for lane in (i, i + half)]
-    found = []
+    columns = []
     for n in range(2):
         x, y = b.bitcast(pairs[0][n], i16), b.bitcast(pairs[1][n], i16)
-        found += [b.bitcast(e.shuffle(x, y, [lane + m * half // 2 for lane in low]), rows[0].type) for m in range(2)]
-    return found
+        columns += [b.bitcast(e.shuffle(x, y, [lane + m * half // 2 for lane in low]), rows[0].type) for m in range(2)]
+    return columns
 
 
 def sdot_qk_function(kind: str) -> Any:

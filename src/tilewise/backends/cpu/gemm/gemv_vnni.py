@@ -34,11 +34,11 @@ def has_vnni() -> bool:
     return W == 16 and {"avx512vnni", "avx512bw"} <= set(cpu_features())
 
 
-def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
-    """total + the dot product of four bytes in each lane, unsigned `plain` and signed."""
+def _product(e: Emit, total: Value, unsigned: Value, signed: Value) -> Value:
+    """total + the dot product of four bytes in each lane, `unsigned` and `signed`."""
     kind = ir.FunctionType(total.type, [total.type] * 3)
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-    return e.builder.call(function, [total, plain, signed])
+    return e.builder.call(function, [total, unsigned, signed])
 
 
 def _splat_word(e: Emit, address: Value, offset: Value) -> Value:
@@ -168,13 +168,13 @@ def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
             lanes = [lane + side for i in (0, 1) for side in (0, W) for lane in first[i * quarter : (i + 1) * quarter]]
             pairs.append(e.shuffle(x, y, lanes))  # [x_2n, y_2n, x_2n+1, y_2n+1]
     low0, low1, high0, high1 = pairs
-    found = []
+    rows = []
     for a, c in ((low0, high0), (low1, high1)):
         for n in range(2):
             half = range(n * W // 2, (n + 1) * W // 2)
             lanes = [*half, *(W + lane for lane in half)]
-            found.append(e.shuffle(a, c, lanes))
-    return found
+            rows.append(e.shuffle(a, c, lanes))
+    return rows
 
 
 def vnni_qk_function(kind: str) -> Any:

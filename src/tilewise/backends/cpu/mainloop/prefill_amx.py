@@ -80,7 +80,7 @@ def amx_gemm(dtype):
     parts = PARTS[dtype]
     multiply_keys, multiply_values = make_products(parts)
     softmax_to_tiles = make_online_softmax(parts)
-    gemm_keys_beside, exp2_rest = make_max_free_products(parts)
+    gemm_keys_overlapped, exp2_last = make_max_free_products(parts)
     pack_queries, pack_keys, pack_values = pack_functions(parts)
     PARTS_, jit_parts = np.int64(parts), policy_jit(parts)
 
@@ -116,11 +116,11 @@ def amx_gemm(dtype):
         """The online softmax of panel u; rescales the accumulator."""
         if k0 >= k1:
             return
-        there = min(k1, count) - k0
+        valid_keys = min(k1, count) - k0
         for half in range(BLOCK // W):
             first, s = row + u * BLOCK + half * W, w.s + 4 * W * ((2 * u + half) * BK + k0)
-            fill(s, there * W, (k1 - k0) * W, -INF)
-            apply_score_mods(p, t, item, s, W_, first, R, tile + k0, there)
+            fill(s, valid_keys * W, (k1 - k0) * W, -INF)
+            apply_score_mods(p, t, item, s, W_, first, R, tile + k0, valid_keys)
             pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
             m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
             factor = softmax_scale(p) * F(LOG2E)
@@ -141,13 +141,13 @@ def amx_gemm(dtype):
                     continue
                 first, keys = row + u * BLOCK, w.k + j // BLOCK * (D // BLOCK) * STEP
                 s = w.s if before != w.s else w.s + 4 * TILE
-                gemm_keys_beside(
+                gemm_keys_overlapped(
                     keys, k_part, w.q + 2 * first * D, q_part, s, D // BLOCK, before, factor, pairs, part, row_sums
                 )
                 hide_block(t, s, first, tile + j)
                 before, pairs, row_sums = s, w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP, t.row_sums + 4 * u * BLOCK
         if before:
-            exp2_rest(before, factor, pairs, part, row_sums)
+            exp2_last(before, factor, pairs, part, row_sums)
         return a and commit_panel(t, row, 0), b and commit_panel(t, row, 1)
 
     @jit_parts
