@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 
 from tilewise.backends.cpu import config, launch
 from tilewise.backends.cpu.gemm import amx
-from tilewise.backends.cpu.gemm.gradient import has_bf16
+from tilewise.backends.cpu.gemm.backward import has_bf16
 from tilewise.core.storage import FORMATS
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case

@@ -19,10 +19,10 @@ from numba.core.registry import cpu_target
 from . import prebuilt
 from .codegen.formats import DECODE
 from .gemm.amx import PARTS, usable
+from .gemm.backward import has_bf16
 from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni
-from .gemm.gradient import has_bf16
 from .kernel_cache import Kept, alone, cache_directory
 from .linker import Kernel, link
 from .object_code import emit_object, signature

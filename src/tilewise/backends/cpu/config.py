@@ -12,8 +12,8 @@ from ...core.problem import CascadeProblem, Problem
 from ...core.storage import FORMATS, PLAIN
 from .codegen.vector import W
 from .gemm import amx
+from .gemm.backward import has_bf16
 from .gemm.fp32 import PANEL
-from .gemm.gradient import has_bf16
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of the split-KV partials of a KV head: four splits for each thread take a MiB

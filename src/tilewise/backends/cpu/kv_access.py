@@ -23,7 +23,7 @@ Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h s
 # Positions: that of the first query, then as in `MaskRules.places`; for a tree the address of its nodes' positions (0:
 # none), which are also those of the queries' own keys, and the first of these keys
 Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree tree_start")
-# The sequence and KV head of rows; the address of the list of selected keys (`mainloop/chosen.py`), whose entries are
+# The sequence and KV head of rows; the address of the list of selected keys (`mainloop/selected_keys.py`), whose entries are
 # then counted as keys, or 0
 KVLocation = namedtuple("KVLocation", "b head kv_start chosen")
 

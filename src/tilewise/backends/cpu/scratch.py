@@ -80,7 +80,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         mask_rows=4 * W * keys,  # of one vector of query rows
         mask_columns=4 * W * keys,
         states=8 * heads,  # of the mask
-        chosen=16 * chosen,  # selected keys: see `mainloop/chosen.py`
+        chosen=16 * chosen,  # selected keys: see `mainloop/selected_keys.py`
         chosen_order=4 * chosen,
         chosen_count=WORD,
         done=WORD,  # whether the AMX mainloop could process the item

@@ -18,7 +18,7 @@ from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I16, I64, Emit, Value, W, microkernel
 from ..scratch import SCORES
-from .gradient import dot_pairs
+from .backward import dot_pairs
 
 BLOCKS = (32, 16, 8, 4, 2, 1)  # query rows
 KEYS = 8  # of a block of scores: their addresses fit in registers

@@ -16,7 +16,7 @@ from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 from ..params import CACHE_LINE
-from .gradient import dot_pairs
+from .backward import dot_pairs
 
 BF16_DOT = "bf16_dot"
 I1 = ir.IntType(1)

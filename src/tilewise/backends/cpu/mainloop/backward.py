@@ -42,9 +42,9 @@ from ..kv_access import affine, key_span, kv_location, query_span, sequence
 from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
+from .backward_cells import add_distances, dot_minus, probs_full, probs_masked, softcap_slope, times_cells
 from .backward_fp32 import FP32
-from .gradient_cells import add_distances, dot_minus, probs_full, probs_masked, softcap_slope, times_cells
-from .gradient_mask import add_bias, add_mask
+from .backward_mask import add_bias, add_mask
 from .mask import read_states
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
@@ -209,7 +209,7 @@ def delta(params, scratch):
 
 
 def mainloop(gemm):
-    """`fn(params, scratch)`, a thread's main function, for a policy of `gradient_products.py`."""
+    """`fn(params, scratch)`, a thread's main function, for a policy of `backward_products.py`."""
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
     @policy_jit(gemm.name)

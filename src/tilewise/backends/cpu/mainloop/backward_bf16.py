@@ -14,11 +14,10 @@ from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i64, get_one, put_one
 from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up
 from ..codegen.vector import W
+from ..gemm.backward import gemm_columns_bf16, gemm_rows_bf16
 from ..gemm.fp32 import KEYS, PANEL
-from ..gemm.gradient import gemm_columns_bf16, gemm_rows_bf16
 from ..kv_access import key_source, list_rows, query_row, sequence, value_source
-from .backward_fp32 import dout_at, transpose_rows
-from .gradient_cells import (
+from .backward_cells import (
     copy_16,
     ds_of_dots,
     pair_cells,
@@ -29,7 +28,8 @@ from .gradient_cells import (
     probs_of_dots,
     round_cells,
 )
-from .gradient_products import Policy, blocked_products
+from .backward_fp32 import dout_at, transpose_rows
+from .backward_products import Policy, blocked_products
 from .prefill_fp32 import DOT_LENGTH
 from .rows import sees_all
 from .scores import bias_scores, scale_in_softmax, softmax_scale

@@ -7,11 +7,11 @@ from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_f32, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, row_to_f32, up
 from ..codegen.vector import W
+from ..gemm.backward import gemm_columns, gemm_rows
 from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
-from ..gemm.gradient import gemm_columns, gemm_rows
 from ..kv_access import key_source, list_rows, query_row, rows_to_f32, sequence, value_source
-from .gradient_cells import clean, dot_minus
-from .gradient_products import Policy, blocked_products
+from .backward_cells import clean, dot_minus
+from .backward_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
 from .scores import scale_in_softmax, softmax_scale
 

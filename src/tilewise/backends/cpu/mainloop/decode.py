@@ -29,7 +29,6 @@ from ..kv_access import (
 )
 from ..params import WORK_ITEM_BYTES
 from ..scratch import PAD, SCORES, TAIL, partition, replacing, table_size
-from .chosen import chosen_keys, first_key, list_chosen
 from .decode_products import (
     TILE_KEYS,
     add_values,
@@ -43,6 +42,7 @@ from .decode_softmax import online_softmax
 from .mask import has_added, has_bias, read_states
 from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import set_up
+from .selected_keys import chosen_keys, first_key, list_chosen
 
 W_ = np.int64(W)
 LEAST_TILE_ROWS = 8  # from this many query rows on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md

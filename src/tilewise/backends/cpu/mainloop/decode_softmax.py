@@ -12,11 +12,11 @@ from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from ..scratch import SCORES
-from .chosen import chosen_key, chosen_keys
 from .mask import BIASES, FULL, MASKS, SKIP, has_added, last_parts, list_added
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
 from .scores import scale_scores, softmax_scale
+from .selected_keys import chosen_key, chosen_keys
 from .softmax import LOG2E, exp_row, max_row
 
 W_ = np.int64(W)

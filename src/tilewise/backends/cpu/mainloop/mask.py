@@ -11,7 +11,7 @@ from ..codegen.load_store import floats_to_f32, get_f32, get_i64, get_one, get_u
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 from ..kv_access import affine, is_far, sequence, tree_position
-from .chosen import chosen_key
+from .selected_keys import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or it would be compiled for each

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
 from ..codegen.numba_ops import INF, F, jit
-from .chosen import chosen_key, chosen_keys
 from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias, tree_hides
+from .selected_keys import chosen_key, chosen_keys
 
 # Sums of large values may overflow where their mean does not: they are then recomputed with weights times DOWNSCALE. A
 # row's l is stored negative if its acc has such weights.

@@ -16,12 +16,12 @@ from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
 from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
-from .chosen import chosen_count, chosen_keys, first_key, list_chosen
 from .mask import FULL, has_added, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import list_spans, seen_by_all, set_up
 from .scores import max_free_bound
+from .selected_keys import chosen_count, chosen_keys, first_key, list_chosen
 
 
 def mainloop(gemm):

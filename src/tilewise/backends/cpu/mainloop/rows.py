@@ -10,8 +10,8 @@ from ..codegen.numba_ops import INF, F, jit
 from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
 from ..kv_access import affine, key_span, sequence
-from .chosen import chosen_count, chosen_span, first_key
 from .mask import mask_span
+from .selected_keys import chosen_count, chosen_span, first_key
 
 
 @jit

@@ -12,10 +12,10 @@ from ..codegen.load_store import get_i32, get_i64, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
-from .chosen import chosen_key, chosen_keys
 from .mask import BIASES, FULL, MASKS, has_added, has_bias, last_parts, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
+from .selected_keys import chosen_key, chosen_keys
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
 
 LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)

@@ -1,4 +1,4 @@
-"""The five products of a tile of the backward pass, over the micro-kernels of a GEMM policy (`gemm/gradient.py`)."""
+"""The five products of a tile of the backward pass, over the micro-kernels of a GEMM policy (`gemm/backward.py`)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 from ..codegen.load_store import get_i64
 from ..codegen.numba_ops import ONE, policy_jit
 from ..codegen.vector import W
+from ..gemm.backward import VECTORS
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..gemm.gradient import VECTORS
 from .prefill_fp32 import DOT_LENGTH, strip_vectors
 from .rows import seen_by_some
 

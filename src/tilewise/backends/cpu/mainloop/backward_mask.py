@@ -11,7 +11,7 @@ from ..codegen.load_store import get_f32, put_f32, row_add, transpose
 from ..codegen.numba_ops import ZERO, F, jit, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
-from .gradient_cells import sum_keys
+from .backward_cells import sum_keys
 
 
 @jit

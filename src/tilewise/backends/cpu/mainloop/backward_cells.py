@@ -8,8 +8,8 @@ from typing import Any
 from llvmlite import ir
 
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
+from ..gemm.backward import VECTORS, BFloat, rows_times
 from ..gemm.fp32 import KEYS, PANEL
-from ..gemm.gradient import VECTORS, BFloat, rows_times
 from .softmax import LOG2E
 
 
