@@ -13,6 +13,7 @@ from .codegen import dtypes
 from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64, put_series
 from .codegen.numba_ops import ONE, ZERO, F, fill, jit, row_to_f32, up
 from .codegen.vector import W
+from .params import SELECTED_BYTES
 
 END = OFFSET_KINDS["end"]
 KEY_PAD = np.int64(8)  # keys that `qk` multiplies at once
@@ -23,9 +24,9 @@ Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h s
 # Positions: that of the first query, then as in `MaskRules.places`; for a tree the address of its nodes' positions (0:
 # none), which are also those of the queries' own keys, and the first of these keys
 Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree tree_start")
-# The sequence and KV head of rows; the address of the list of selected keys (`mainloop/selected_keys.py`), whose entries are
-# then counted as keys, or 0
-KVLocation = namedtuple("KVLocation", "b head kv_start chosen")
+# The sequence and KV head of rows; the address of the list of selected keys, or 0. With a list, keys are counted by its
+# entries (`mainloop/selected_keys.py`).
+KVLocation = namedtuple("KVLocation", "b head kv_start selected")
 
 
 @jit
@@ -163,15 +164,15 @@ def value_source(p):
 
 
 @jit
-def kv_location(p, item, kv_start, chosen):
-    return KVLocation(types.int64(0) if p.cu_k else item.b, item.head, kv_start, chosen)
+def kv_location(p, item, kv_start, selected):
+    return KVLocation(types.int64(0) if p.cu_k else item.b, item.head, kv_start, selected)
 
 
 @jit
 def row_address(p, base, stride_b, stride_h, stride_l, at, j):
     """The address of key j's row in k, v or their scales."""
-    if at.chosen:
-        entry = at.chosen + 16 * j
+    if at.selected:
+        entry = at.selected + SELECTED_BYTES * j
         row = types.int64(get_i32(entry + 4))
         return base + get_i64(entry + 8) * stride_b + at.head * stride_h + row * stride_l
     if p.table:
@@ -190,11 +191,11 @@ def repeat_last(table, count, end):
 @jit
 def list_rows(p, x, at, table, first, count, pad):
     """Lists the addresses of `count` rows, padded to a multiple of `pad` with the last, whose results are ignored."""
-    if at.chosen:
-        start, entry = x.base + at.head * x.h, at.chosen + 16 * first
+    if at.selected:
+        start, entry = x.base + at.head * x.h, at.selected + SELECTED_BYTES * first
         for j in range(count):
-            row = types.int64(get_i32(entry + 16 * j + 4)) * x.l
-            put_i64(table + 8 * j, start + get_i64(entry + 16 * j + 8) * x.b + row)
+            row = types.int64(get_i32(entry + SELECTED_BYTES * j + 4)) * x.l
+            put_i64(table + 8 * j, start + get_i64(entry + SELECTED_BYTES * j + 8) * x.b + row)
     elif p.table:
         number, row, j = p.table + at.b * p.table_b + first // p.page * 4, first % p.page, 0
         while j < count:  # a page at a time: a division for each key would cost more than reading it
@@ -223,7 +224,7 @@ def list_scales(p, x, at, table, first, count, pad, ld):
     while j < count:
         start = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
         run = count
-        if at.chosen:
+        if at.selected:
             run = 1
         elif p.table:
             run = min(p.page - (first + j) % p.page, count - j)

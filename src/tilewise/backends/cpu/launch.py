@@ -84,7 +84,7 @@ def make_template(p: Problem, threads: int) -> LaunchTemplate:
         c.tile_keys,
         c.head_batch,
         c.decode_rows,
-        params.chosen_keys,
+        params.max_selected,
         parts,
     )
     kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
@@ -124,7 +124,7 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         block=0 if p.selection is None else p.selection.block,
-        chosen_keys=0 if p.selection is None else config.keys_of(p),
+        max_selected=0 if p.selection is None else config.keys_of(p),
         rules=Rules(**p.rules.numbers()),
         **{name: getattr(p, name) for name in same},
         **tiles,

@@ -75,7 +75,7 @@ class Params(ctypes.Structure):
         *fields(tensor("k_shared")),  # the last columns of K, for all heads
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
-        *fields("block chosen_keys"),  # block size of block_indices; most keys of a list
+        *fields("block max_selected"),  # block size of block_indices; most keys of a list
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
@@ -143,4 +143,5 @@ class LaunchBlock(ctypes.Structure):
 
 PARAMS, GRADIENTS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, WorkItem, Task, Team))
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
+SELECTED_BYTES = np.int64(16)  # of an entry of `mainloop/selected_keys.py`
 LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // CACHE_LINE) * CACHE_LINE

@@ -39,12 +39,12 @@ def key(name: str, target: str) -> bytes:
 
 def load(name: str) -> Kernel | None:
     """A kernel of the package; None if there is none for this CPU."""
-    chosen = target()
-    if chosen is None:
+    available = target()
+    if available is None:
         return None
-    file = FOLDER / chosen / f"{name}.o"
+    file = FOLDER / available / f"{name}.o"
     try:
-        return link(checked(file.read_bytes(), key(name, chosen)), name)
+        return link(checked(file.read_bytes(), key(name, available)), name)
     except Exception as error:  # whatever is wrong, the kernel can be compiled
         warn(error, f"{file} cannot be used ({words(error)}): its kernel is compiled")
         return None

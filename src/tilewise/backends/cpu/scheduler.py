@@ -161,7 +161,7 @@ def schedule(params, order):
             lo, hi = rows_span(p, positions, row, n, kv_len)
             last = kv_len
             if p.block:
-                lo, hi, last = 0, p.chosen_keys, p.chosen_keys
+                lo, hi, last = 0, p.max_selected, p.max_selected
             start, parts, size = 0, 1, p.split_size
             if p.split_few and group * own_rows(p, q_len) > p.decode_rows:
                 size = 0
@@ -182,7 +182,7 @@ def schedule(params, order):
 @jit
 def cost(p, b):
     _, q_len, _, kv_len, _ = sequence(p, b)
-    return q_len * (p.chosen_keys if p.block else kv_len)
+    return q_len * (p.max_selected if p.block else kv_len)
 
 
 @jit

@@ -15,7 +15,7 @@ from .codegen.vector import I64, W
 from .config import DECODE_ROWS, FEW_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
 from .gemm.amx import BLOCK
 from .gemm.fp32 import KEYS, PANEL
-from .params import CACHE_LINE
+from .params import CACHE_LINE, SELECTED_BYTES
 
 # np.int64, not int: Numba would compile a function again for every literal argument.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
@@ -28,14 +28,14 @@ HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
 Scratch = namedtuple(
     "Scratch",
     "acc k_table v_table k_next v_next coming k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
-    "all_lo all_hi mask_rows mask_columns states chosen chosen_order chosen_count done downscaled row_sums "
+    "all_lo all_hi mask_rows mask_columns states selected selected_order selected_count done downscaled row_sums "
     "q s keys values packed nonfinite weights",
 )
 AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "chosen distances slope_sums q_rows dout_rows q dout s ds dcap keys clean_keys values dk dv",
+    "selected distances slope_sums q_rows dout_rows q dout s ds dcap keys clean_keys values dk dv",
 )
 
 
@@ -50,7 +50,7 @@ def table_size(tile_keys):
     return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)
 
 
-def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen):
+def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected):
     """Bytes of each part. Those from q on are only for the fp32 mainloops."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DECODE_ROWS)
     decoded = min(rows, decode_rows)  # rows of one head
@@ -80,9 +80,9 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         mask_rows=4 * W * keys,  # of one vector of query rows
         mask_columns=4 * W * keys,
         states=8 * heads,  # of the mask
-        chosen=16 * chosen,  # selected keys: see `mainloop/selected_keys.py`
-        chosen_order=4 * chosen,
-        chosen_count=WORD,
+        selected=SELECTED_BYTES * selected,  # selected keys: see `mainloop/selected_keys.py`
+        selected_order=4 * selected,
+        selected_count=WORD,
         done=WORD,  # whether the AMX mainloop could process the item
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
@@ -119,7 +119,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         mask_rows=4 * W * (keys + W),
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
-        chosen=0,
+        selected=0,
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
@@ -160,9 +160,9 @@ def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts)
     )
 
 
-def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen, parts):
+def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected, parts):
     """Bytes of a thread's scratch memory; `parts` is 0 if AMX is not used."""
-    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen)
+    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected)
     tiles = amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
     first = Scratch._fields.index("q")
     spare = CACHE_LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
@@ -191,7 +191,7 @@ sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_
 
 @jit
 def partition(p, base):
-    cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows, p.chosen_keys
+    cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows, p.max_selected
     sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
 

@@ -189,7 +189,7 @@ def pack_functions(parts):
         rows, part, v_part = w.rows + 4 * max(D, Dv), 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
         for j in range(0, count, BLOCK):
             base, step = rows, 2 * Dv
-            evenly = (p.table == 0 or p.page % BLOCK == 0) and at.chosen == 0
+            evenly = (p.table == 0 or p.page % BLOCK == 0) and at.selected == 0
             in_place = keep and x.width % W == 0 and j + BLOCK <= count and evenly
             if in_place and (parts == 1 or x.dtype == dtypes.F16):
                 base, step = row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.l

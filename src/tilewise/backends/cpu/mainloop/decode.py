@@ -42,7 +42,7 @@ from .decode_softmax import online_softmax
 from .mask import has_added, has_bias, read_states
 from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import set_up
-from .selected_keys import chosen_keys, first_key, list_chosen
+from .selected_keys import first_key, list_selected, selected_list
 
 W_ = np.int64(W)
 LEAST_TILE_ROWS = 8  # from this many query rows on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
@@ -72,7 +72,7 @@ def decode(params, scratch, address):
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
     together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
     first, last = ZERO, ZERO
-    list_chosen(p, shared, item)  # the same for all heads of a batch
+    list_selected(p, shared, item)  # the same for all heads of a batch
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
@@ -100,7 +100,7 @@ def decode(params, scratch, address):
                 unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
-                    at = kv_location(p, item, kv_start, chosen_keys(p, t))
+                    at = kv_location(p, item, kv_start, selected_list(p, t))
                     decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix)
         tile += size
 
@@ -125,7 +125,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         read_states(p, item, t.states, origin, end)  # there is no mask
-        at = kv_location(p, item, kv_start, chosen_keys(p, t))
+        at = kv_location(p, item, kv_start, selected_list(p, t))
         list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
         list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
     step = keys_of_head(p)

@@ -16,7 +16,7 @@ from .mask import BIASES, FULL, MASKS, SKIP, has_added, last_parts, list_added
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
 from .scores import scale_scores, softmax_scale
-from .selected_keys import chosen_key, chosen_keys
+from .selected_keys import selected_key, selected_list
 from .softmax import LOG2E, exp_row, max_row
 
 W_ = np.int64(W)
@@ -37,7 +37,7 @@ def alibi_cells(p, t, item, r, row, origin, count):
     vectors, distance = up(count, W) // W, position - stride * origin
     if p.indices:
         for j in range(count):
-            away = F(abs(position - stride * chosen_key(t.chosen, origin + j)))
+            away = F(abs(position - stride * selected_key(t.selected, origin + j)))
             put_f32(row + 4 * j, get_f32(row + 4 * j) - slope * away)
     elif stride == 1:
         alibi_row(row, vectors, slope, distance)
@@ -63,9 +63,9 @@ def online_softmax(p, t, item, r, origin, count, Dv):
         at = item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows
         last = last_parts(p)
         if last == MASKS:
-            list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), BIASES)
+            list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, selected_list(p, t), BIASES)
             bias_cells(row, W, vectors, t.mask_rows)
-        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), last)
+        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, selected_list(p, t), last)
         bias_cells(row, W, vectors, t.mask_rows)
     fill(row, ZERO, lo, -INF)
     fill(row, hi, vectors * W, -INF)

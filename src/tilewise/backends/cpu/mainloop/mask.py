@@ -11,7 +11,7 @@ from ..codegen.load_store import floats_to_f32, get_f32, get_i64, get_one, get_u
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 from ..kv_access import affine, is_far, sequence, tree_position
-from .selected_keys import chosen_key
+from .selected_keys import selected_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or it would be compiled for each
@@ -32,12 +32,12 @@ def mask_cell(p, row, j):
 
 
 @jit
-def list_mask(p, row, to, first, count, padded, chosen):
-    """Cells first..first + count of a mask's row (or of `chosen` keys) as numbers to add, zeros up to `padded`."""
+def list_mask(p, row, to, first, count, padded, selected):
+    """Cells first..first + count of a mask's row (or entries of `selected`) as numbers to add; zeros up to `padded`."""
     whole = count // W * W
-    if chosen:
+    if selected:
         for j in range(count):
-            put_f32(to + 4 * j, mask_cell(p, row, chosen_key(chosen, first + j)))
+            put_f32(to + 4 * j, mask_cell(p, row, selected_key(selected, first + j)))
     elif p.mask_k == 0:
         fill(to, ZERO, count, mask_cell(p, row, 0))
     elif p.mask_dtype == dtypes.BOOL:
@@ -172,7 +172,7 @@ def last_parts(p):
 
 
 @jit
-def keep_hidden(p, at, to, first, count, chosen):
+def keep_hidden(p, at, to, first, count, selected):
     """Writes -inf to cells of a mask that biases hide."""
     b, head, i = at
     if query_bias(p, b, head, i) == -INF:
@@ -180,14 +180,16 @@ def keep_hidden(p, at, to, first, count, chosen):
     elif p.k_bias:
         keys = key_bias(p, b, head, ZERO)
         for j in range(count):
-            if get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l) == -INF:
+            if get_f32(keys + selected_key(selected, first + j) * p.k_bias_l) == -INF:
                 put_f32(to + 4 * j, -INF)
 
 
 @jit
-def list_added(p, at, to, first, count, padded, state, chosen, parts):
-    """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
-    keys: of `parts` the mask, whose tile is in `state`, with the tree mask, and biases; zeros up to `padded`.
+def list_added(p, at, to, first, count, padded, state, selected, parts):
+    """Lists what is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or entries
+    of `selected`; zeros up to `padded`.
+
+    `parts`: MASKS (the mask, whose tile has this `state`, and the tree mask), BIASES, or both.
     """
     b, head, i = at
     if state == SKIP:
@@ -195,24 +197,24 @@ def list_added(p, at, to, first, count, padded, state, chosen, parts):
         return
     bias = query_bias(p, b, head, i) if parts & BIASES else F(0)
     if p.mask and state != FULL and parts & MASKS:
-        list_mask(p, mask_row(p, b, head, i), to, first, count, padded, chosen)
+        list_mask(p, mask_row(p, b, head, i), to, first, count, padded, selected)
         if bias != F(0):
             for j in range(count):
                 put_f32(to + 4 * j, get_f32(to + 4 * j) + bias)
         if parts == MASKS and p.mask_dtype != dtypes.BOOL:
-            keep_hidden(p, at, to, first, count, chosen)
+            keep_hidden(p, at, to, first, count, selected)
     else:
         fill(to, ZERO, count, bias)
         fill(to, count, padded, F(0))
     if p.k_bias and parts & BIASES:
-        whole = count // W * W if p.k_bias_l == 4 and chosen == 0 else ZERO
+        whole = count // W * W if p.k_bias_l == 4 and selected == 0 else ZERO
         row_add(to, key_bias(p, b, head, first), whole, F(1))
         keys = key_bias(p, b, head, ZERO)
         for j in range(whole, count):
-            put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
+            put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + selected_key(selected, first + j) * p.k_bias_l))
     if p.tree and parts & MASKS:
-        for j in range(ZERO if chosen else max(ZERO, tree_start(p, b) - first), count):
-            if tree_hides(p, b, i, chosen_key(chosen, first + j)):
+        for j in range(ZERO if selected else max(ZERO, tree_start(p, b) - first), count):
+            if tree_hides(p, b, i, selected_key(selected, first + j)):
                 put_f32(to + 4 * j, -INF)
 
 

@@ -21,7 +21,7 @@ from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import list_spans, seen_by_all, set_up
 from .scores import max_free_bound
-from .selected_keys import chosen_count, chosen_keys, first_key, list_chosen
+from .selected_keys import first_key, list_selected, selected_count, selected_list
 
 
 def mainloop(gemm):
@@ -34,17 +34,17 @@ def mainloop(gemm):
         w = memory(p, t)
         q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
         R, BK = p.heads // p.kv_heads * item.rows, p.tile_keys
-        k, v, at = key_source(p), value_source(p), kv_location(p, item, kv_start, chosen_keys(p, t))
+        k, v, at = key_source(p), value_source(p), kv_location(p, item, kv_start, selected_list(p, t))
         put_i64(t.done, ZERO)
         if pack_queries(p, t, w, item, q_start, R):
             return
-        list_chosen(p, t, item)
+        list_selected(p, t, item)
         first, last, no_mask = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
         for g in range(p.heads // p.kv_heads):
             put_i64(t.states + 8 * g, FULL)
         list_spans(t, up(R, panel))
         all_lo, all_hi = seen_by_all(t, R)
-        bound = max_free_bound(p, t, chosen_count(p, t, kv_len))
+        bound = max_free_bound(p, t, selected_count(p, t, kv_len))
         start = first_key(p, item)
         tile = start + max(0, first - start) // BK * BK
         while tile < last:

@@ -11,7 +11,7 @@ from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
 from ..kv_access import affine, key_span, sequence
 from .mask import mask_span
-from .selected_keys import chosen_count, chosen_span, first_key
+from .selected_keys import first_key, selected_count, selected_span
 
 
 @jit
@@ -23,7 +23,7 @@ def set_up(p, t, item, count, Dv):
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
     group, n, positions = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
-    first, last = chosen_count(p, t, item.end), first_key(p, item)
+    first, last = selected_count(p, t, item.end), first_key(p, item)
     unmasked = p.mask == 0 or p.spans != 0
     for g in range(group):
         slope = F(0)
@@ -35,7 +35,7 @@ def set_up(p, t, item, count, Dv):
                 lo, hi, plain = mask_span(p, item.b, item.head * group + g, item.row + i, lo, hi)
                 unmasked &= plain
             if p.indices:
-                lo, hi = chosen_span(t, item, lo, hi)
+                lo, hi = selected_span(t, item, lo, hi)
             else:
                 lo, hi = max(lo, item.start), min(hi, item.end)
             if lo < hi:

@@ -15,7 +15,7 @@ from ..kv_access import affine
 from .mask import BIASES, FULL, MASKS, has_added, has_bias, last_parts, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
-from .selected_keys import chosen_key, chosen_keys
+from .selected_keys import selected_key, selected_list
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
 
 LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
@@ -83,7 +83,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
         if r < R:
             head = item.head * (p.heads // p.kv_heads) + r // n
             at, state = (item.b, head, item.row + r % n), get_i64(t.states + 8 * (r // n))
-            list_added(p, at, row, key, count, width, state, chosen_keys(p, t), parts)
+            list_added(p, at, row, key, count, width, state, selected_list(p, t), parts)
         else:
             fill(row, ZERO, width, F(0))
     for j in range(0, width, W):
@@ -110,7 +110,7 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
         slopes, positions = t.slopes + 4 * first, t.positions + 4 * first
         if p.indices:
             for j in range(count):
-                alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
+                alibi_column(s + 4 * j * step, step, ONE, slopes, positions, selected_key(t.selected, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
     if p.mask or has_added(p, item.b, key + count):
