@@ -11,8 +11,8 @@ from tilewise import attention, paged_attention, plan
 pytest.importorskip("numba")
 
 from tilewise.backends.cpu import config, launch
+from tilewise.backends.cpu.codegen.bf16_dot import has_bf16
 from tilewise.backends.cpu.gemm import amx
-from tilewise.backends.cpu.gemm.backward import has_bf16
 from tilewise.core.storage import FORMATS
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case

@@ -17,9 +17,9 @@ from numba import types
 from numba.core.registry import cpu_target
 
 from . import prebuilt
+from .codegen.bf16_dot import has_bf16
 from .codegen.formats import DECODE
 from .gemm.amx import PARTS, usable
-from .gemm.backward import has_bf16
 from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...core.problem import CascadeProblem, Problem
 from ...core.storage import FORMATS, PLAIN
+from .codegen.bf16_dot import has_bf16
 from .codegen.vector import W
 from .gemm import amx
-from .gemm.backward import has_bf16
 from .gemm.fp32 import PANEL
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..codegen.bf16_dot import dot_pairs
 from ..codegen.load_store import get_i32, put_i32
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I16, I64, Emit, Value, W, microkernel
 from ..scratch import SCORES
-from .backward import dot_pairs
 
 BLOCKS = (32, 16, 8, 4, 2, 1)  # query rows
 KEYS = 8  # of a block of scores: their addresses fit in registers

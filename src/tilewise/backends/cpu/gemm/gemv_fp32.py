@@ -12,11 +12,11 @@ from typing import Any
 from llvmlite import ir
 
 from ....core.storage import FORMATS
+from ..codegen.bf16_dot import dot_pairs
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 from ..params import CACHE_LINE
-from .backward import dot_pairs
 
 BF16_DOT = "bf16_dot"
 I1 = ir.IntType(1)

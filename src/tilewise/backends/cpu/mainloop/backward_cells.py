@@ -7,8 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..codegen.bf16_dot import BFloat
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
-from ..gemm.backward import VECTORS, BFloat, rows_times
+from ..gemm.backward import VECTORS, rows_times
 from ..gemm.fp32 import KEYS, PANEL
 from .softmax import LOG2E
 

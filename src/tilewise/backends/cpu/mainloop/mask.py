@@ -186,8 +186,8 @@ def keep_hidden(p, at, to, first, count, selected):
 
 @jit
 def list_added(p, at, to, first, count, padded, state, selected, parts):
-    """Lists what is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or entries
-    of `selected`; zeros up to `padded`.
+    """Lists what is added to the scores of query `at` (batch row, head, query) and keys first..first + count (or
+    entries of `selected`); zeros up to `padded`.
 
     `parts`: MASKS (the mask, whose tile has this `state`, and the tree mask), BIASES, or both.
     """
