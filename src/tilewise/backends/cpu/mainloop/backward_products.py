@@ -30,16 +30,16 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
     PER = np.int64(numbers)
 
     @policy_jit(suffix)
-    def multiply(a, a_row, b, b_row, c, c_row, depth, keep, vectors):
+    def multiply(a, lda, b, ldb, c, ldc, depth, accumulate, vectors):
         """C[KEYS, vectors * W] += A[KEYS, depth] B."""
         if vectors == 1:
-            rows_1(a, a_row, b, b_row, c, c_row, depth, keep)
+            rows_1(a, lda, b, ldb, c, ldc, depth, accumulate)
         elif vectors == 2:
-            rows_2(a, a_row, b, b_row, c, c_row, depth, keep)
+            rows_2(a, lda, b, ldb, c, ldc, depth, accumulate)
         elif vectors == 3:
-            rows_3(a, a_row, b, b_row, c, c_row, depth, keep)
+            rows_3(a, lda, b, ldb, c, ldc, depth, accumulate)
         else:
-            rows_4(a, a_row, b, b_row, c, c_row, depth, keep)
+            rows_4(a, lda, b, ldb, c, ldc, depth, accumulate)
 
     @policy_jit(suffix)
     def dot_rows(t, keys, panels, to, ld, count, width, depth):
