@@ -37,7 +37,7 @@ KEY = bytes(range(32))
 def home(monkeypatch, tmp_path):
     """An empty place, and nothing said yet."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
     return tmp_path / "kept"
 
 
@@ -52,7 +52,7 @@ def kept():
 
 def key_of(name="tiny"):
     signature, codegen = compiler.types.void(compiler.types.int64), compiler.cpu_target.target_context.codegen()
-    return kernel_cache.Kept(name).key(signature, codegen.magic_tuple())
+    return kernel_cache.CachedKernel(name).key(signature, codegen.magic_tuple())
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_compiled_again_and_said_once(damage, monkeypatch):
     no_compiler(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(kernel_cache, "_said", set())
+        monkeypatch.setattr(kernel_cache, "_warned", set())
         assert [compile_tiny(name) for name in ("tiny", "second")] == [42, 42]
 
 
@@ -185,9 +185,9 @@ def test_code_of_another_kernel_is_not_loaded():
     kept().write_bytes(code)
     with said():
         assert compile_tiny("other", adds=2) == 43
-    assert kernel_cache.Kept("a", "1").name == kernel_cache.Kept("a", "2").name
+    assert kernel_cache.CachedKernel("a", "1").name == kernel_cache.CachedKernel("a", "2").name
     cases = itertools.product("ab", "12", ("()", "(int64)"), ("znver4", "haswell"))
-    assert len({kernel_cache.Kept(name, stamp).key(sig, cpu) for name, stamp, sig, cpu in cases}) == 16
+    assert len({kernel_cache.CachedKernel(name, stamp).key(sig, cpu) for name, stamp, sig, cpu in cases}) == 16
 
 
 def test_an_entry_takes_as_many_whole_numbers_as_its_kernel():
@@ -359,7 +359,7 @@ def test_processes_at_once_leave_one_whole_file(monkeypatch):
 HOLDER = """
 import sys, time
 from tilewise.backends.cpu import kernel_cache
-with kernel_cache.alone({file!r}):
+with kernel_cache.file_lock({file!r}):
     print("alone", flush=True)
     time.sleep(600)
 """
@@ -368,7 +368,7 @@ with kernel_cache.alone({file!r}):
 @pytest.fixture
 def holder(home):
     """Another process that is compiling the tiny kernel."""
-    code = HOLDER.format(file=kernel_cache.Kept("tiny").file(key_of()))
+    code = HOLDER.format(file=kernel_cache.CachedKernel("tiny").file(key_of()))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"alone\n"
     yield process
@@ -383,7 +383,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatc
     def sleep(_):
         waits.append(1)
         if len(waits) == 3:  # the other one is done
-            kernel_cache.write(kernel_cache.Kept("tiny").file(key_of()), key_of(), contents)
+            kernel_cache.write(kernel_cache.CachedKernel("tiny").file(key_of()), key_of(), contents)
             holder.kill()
             holder.wait()
 
@@ -395,7 +395,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatc
 
 def test_a_process_that_dies_or_hangs_is_not_waited_for(holder, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(kernel_cache, "PATIENCE", 0)
+        patched.setattr(kernel_cache, "LOCK_WAIT", 0)
         assert compile_tiny() == 42  # it hangs
     kept().unlink()
     holder.kill()

@@ -25,7 +25,7 @@ BF16 = f"{V4} avx512vnni avx512bf16"
 def home(monkeypatch, tmp_path):
     """An empty place for kept kernels, and nothing said yet."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
     return tmp_path / "kept"
 
 

@@ -23,7 +23,7 @@ from .gemm.amx import PARTS, usable
 from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni
-from .kernel_cache import Kept, alone, cache_directory
+from .kernel_cache import CachedKernel, cache_directory, file_lock
 from .linker import Kernel, link
 from .object_code import emit_object, signature
 
@@ -33,16 +33,16 @@ _kernels: dict[str, Kernel] = {}
 
 def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void) -> Kernel:
     """`result fn(int64, ...)`, compiled or taken from disk."""
-    kept = Kept(name)
-    key = kept.key(signature(fn, result), cpu_target.target_context.codegen().magic_tuple())
-    if (kernel := kept.load(key, lambda code: link(code, name))) is not None:
+    cached = CachedKernel(name)
+    key = cached.key(signature(fn, result), cpu_target.target_context.codegen().magic_tuple())
+    if (kernel := cached.load(key, lambda code: link(code, name))) is not None:
         return kernel
-    with alone(kept.file(key)):
-        if (kernel := kept.load(key, lambda code: link(code, name))) is not None:
+    with file_lock(cached.file(key)):
+        if (kernel := cached.load(key, lambda code: link(code, name))) is not None:
             return kernel  # another process has compiled it meanwhile
         _announce()
         code = emit_object(fn, name, result)
-        kept.save(key, code)
+        cached.save(key, code)
         return link(code, name)
 
 
