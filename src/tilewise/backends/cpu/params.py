@@ -63,13 +63,13 @@ class Params(ctypes.Structure):
         # The tensors, each call's own
         *fields(" ".join(tensor(name) for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales"))),
         *fields(tensor("mask", "bhqk")),
-        *fields(tensor("states", "bhqk")),  # of tiles of the mask
+        *fields(tensor("states", "bhqk")),  # of tiles of the mask: skip, mixed or full
         *fields(tensor("spans", "bhq")),  # of rows of the mask, computed when needed: `mainloop/mask.py`
         *fields(tensor("tree", "bq")),
         *fields(tensor("positions", "b")),  # of a tree's nodes
         *fields(tensor("slopes", "bh")),
         *fields(f"{tensor('q_bias')} {tensor('k_bias')}"),
-        *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
+        *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),  # row_places: `Tensors.places`
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
         *fields(tensor("k_shared")),  # the last columns of K, for all heads
@@ -79,11 +79,11 @@ class Params(ctypes.Structure):
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
-        # Tiles and work items
+        # Tiles and work items. split_few: only sequences that decode are split
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
         *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`
         *fields("work_items partials threads"),
-        # If each call lists its own work items: the kernel, their most; packed rows of q, and of k or pages
+        # If each call lists its own work items: the kernel for it, the most items; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
         # Kernels, by address; `matrix_*`: products of decode by AMX or AVX-512 BF16
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),

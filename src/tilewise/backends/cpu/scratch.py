@@ -178,10 +178,10 @@ def aligned_addresses(typingctx, base, sizes):
         def aligned(address):
             return builder.and_(builder.add(address, ir.Constant(I64, CACHE_LINE - 1)), ir.Constant(I64, -CACHE_LINE))
 
-        places = [aligned(args[0])]
+        addresses = [aligned(args[0])]
         for i in range(len(sizes) - 1):
-            places.append(aligned(builder.add(places[-1], builder.extract_value(args[1], i))))
-        return context.make_tuple(builder, sizes, places)
+            addresses.append(aligned(builder.add(addresses[-1], builder.extract_value(args[1], i))))
+        return context.make_tuple(builder, sizes, addresses)
 
     return sizes(types.int64, sizes), codegen
 
@@ -191,6 +191,7 @@ sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_
 
 @jit
 def partition(p, base):
+    """The addresses of the parts of a thread's scratch memory, which begins at `base`."""
     cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows, p.max_selected
     sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
@@ -198,6 +199,7 @@ def partition(p, base):
 
 @jit
 def partition_backward(p, base):
+    """Likewise in the backward pass."""
     sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     return aligned_addresses(base, sizes)
 

@@ -83,14 +83,14 @@ class Pool:
         self.address = self.room = 0
         self.busy = threading.Lock()
         self.error: BaseException | None = None
-        self.own = threading.local()
+        self.local = threading.local()
 
     def scratch(self, size: int) -> int:
         """Scratch memory of the calling thread."""
         try:
-            own = self.own.scratch
+            own = self.local.scratch
         except AttributeError:
-            own = self.own.scratch = ScratchBuffer()
+            own = self.local.scratch = ScratchBuffer()
         return own.start if own.size >= size else own.address(size)
 
     def acquire(self, threads: int, scratch: int) -> int:
@@ -126,16 +126,17 @@ class Pool:
             self.release()
 
     def _gather(self, threads: int, scratch: int) -> None:
+        """Makes a `Team` of `threads` threads, each with `scratch` bytes."""
         self.scratches += [ScratchBuffer() for _ in range(threads - len(self.scratches))]
         self.room = max(self.room, scratch)
         self.starter = self.parallel or self.by_workers
-        places = [s.address(self.room) for s in self.scratches]
-        self.team = ctypes.create_string_buffer(ctypes.sizeof(Team) + 8 * len(places))
+        addresses = [s.address(self.room) for s in self.scratches]
+        self.team = ctypes.create_string_buffer(ctypes.sizeof(Team) + 8 * len(addresses))
         team = Team.from_buffer(self.team)
         team.parallel = ctypes.cast(self.starter, ctypes.c_void_p).value or 0
         team.thread_main = compiler.function("thread_main")
-        memories: Any = (ctypes.c_int64 * len(places)).from_buffer(self.team, ctypes.sizeof(Team))
-        memories[:] = places
+        memories: Any = (ctypes.c_int64 * len(addresses)).from_buffer(self.team, ctypes.sizeof(Team))
+        memories[:] = addresses
         self.address = ctypes.addressof(team)
 
     def _run_workers(self, function: int, task: int, threads: int, flags: int) -> None:

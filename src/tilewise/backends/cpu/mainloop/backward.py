@@ -99,7 +99,7 @@ def visits(p, tile, block):
 
 
 @jit
-def set_up_rows(p, g, t, tile, R):
+def init_tile_rows(p, g, t, tile, R):
     """Spans, positions, slopes, lse (m) and delta (l) of a tile's rows. Rows whose lse is infinite see nothing."""
     q_start, _, _, kv_len, offset = sequence(p, tile.b)
     group, n, positions = p.heads // p.kv_heads, tile.rows, affine(p, tile.b, offset)
@@ -244,7 +244,7 @@ def mainloop(gemm):
         ld = up(R, PANEL)
         _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
         if not nothing:
-            set_up_rows(p, g, t, tile, R)
+            init_tile_rows(p, g, t, tile, R)
             load_rows(p, g, t, tile, R)
             list_blocks(t, tile, R, count)
             if not cells(p, t, tile, R, ld, count):

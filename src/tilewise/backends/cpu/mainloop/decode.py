@@ -32,16 +32,16 @@ from ..scratch import PAD, SCORES, TAIL, partition, replacing, table_size
 from .decode_products import (
     TILE_KEYS,
     add_values,
+    in_place_qk,
     keys_of_head,
     multiply_keys,
     pack_queries,
-    plain_qk,
     value_distance,
 )
 from .decode_softmax import online_softmax
 from .mask import has_added, has_bias, read_states
 from .nonfinite import add_nonfinite, extract_nonfinite
-from .rows import set_up
+from .rows import init_rows
 from .selected_keys import first_key, list_selected, selected_list
 
 W_ = np.int64(W)
@@ -53,7 +53,7 @@ item_scratch = replacing("acc k_table v_table m l slopes lo hi positions q s pac
 
 
 @jit
-def of_item(p, t, n, R, D, Dv):
+def scratch_of_item(p, t, n, R, D, Dv):
     """The scratch memory of item n of a head batch: its own rows, scores and addresses, the rest shared."""
     first, table = 4 * n * R, n * table_size(p.tile_keys)
     return item_scratch(t, t.acc + first * Dv, t.k_table + table, t.v_table + table, t.m + first, t.l + first,
@@ -70,11 +70,11 @@ def decode(params, scratch, address):
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     by_matrix = p.matrix_qk != 0 and (p.bf16_dot != 0 or R >= LEAST_TILE_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
-    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
+    batched = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
     first, last = ZERO, ZERO
     list_selected(p, shared, item)  # the same for all heads of a batch
     for n in range(p.head_batch):
-        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+        item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             row = query_row(p, item, q_start, r // item.rows, r % item.rows)
             row_to_f32(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
@@ -86,17 +86,17 @@ def decode(params, scratch, address):
                 copy_checked(t.packed + 2 * r * D, row, p.head_dim // 2)
         if p.dot_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
-        first, last, _ = set_up(p, t, item, R, Dv)  # the same for all of them
+        first, last, _ = init_rows(p, t, item, R, Dv)  # the same for all of them
     start = first_key(p, item)
     tile = start + max(0, first - start) // TILE * TILE
     while tile < last:
         size = TILE if p.mask or has_bias(p) or last - tile > TILE + TAIL else TILE + TAIL
         origin, end = max(tile, first), min(tile + size, last)
-        if together and all_see(shared, R, origin, end) and not has_added(p, item.b, end):
+        if batched and all_see(shared, R, origin, end) and not has_added(p, item.b, end):
             decode_head_batch(p, shared, address, kv_start, R, origin, end, last)
         else:
             for n in range(p.head_batch):
-                item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+                item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
                 unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
@@ -123,7 +123,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
     D, Dv, count = up(p.head_dim, W), up(p.value_dim, W), end - origin
     k, v = key_source(p), value_source(p)
     for n in range(p.head_batch):
-        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+        item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
         read_states(p, item, t.states, origin, end)  # there is no mask
         at = kv_location(p, item, kv_start, selected_list(p, t))
         list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
@@ -132,17 +132,17 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
     for j in range(0, count, step):
         m = up(min(step, count - j), KEY_PAD)
         for n in range(p.head_batch):
-            t = of_item(p, shared, n, R, D, Dv)
-            qk, q, ldq, width = plain_qk(p, t, D)
+            t = scratch_of_item(p, shared, n, R, D, Dv)
+            qk, q, ldq, width = in_place_qk(p, t, D)
             rows, s = t.k_table + 8 * j, t.s + 4 * j
             call_qk(qk, q, ldq, R, rows, m, width, s, SCORES, t.k_scales, ZERO, ONE, p.prefetch_distance)
     for n in range(p.head_batch):
-        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+        item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             online_softmax(p, t, item, r, origin, count, Dv)
     for j in range(0, count, step):
         for n in range(p.head_batch):
-            t = of_item(p, shared, n, R, D, Dv)
+            t = scratch_of_item(p, shared, n, R, D, Dv)
             rows, weights, m = t.v_table + 8 * j, t.s + 4 * j, min(step, count - j)
             call_pv(p.pv, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, value_distance(p))
 
@@ -154,7 +154,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     keys, count = SCORES + PAD, end - origin
     k, v = key_source(p), value_source(p)
     list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
-    qk, q, ldq, width = plain_qk(p, t, D)
+    qk, q, ldq, width = in_place_qk(p, t, D)
     k_distance, pad = p.prefetch_distance, KEY_PAD
     tiled = count // TILE_KEYS * TILE_KEYS if by_matrix and unmasked else ZERO
     if not unmasked or p.qk == 0:
@@ -174,13 +174,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     for r in range(R):
         online_softmax(p, t, item, r, origin, count, Dv)
 
-    pv, width, v_distance, scaled, nonfinite = (
-        p.pv,
-        p.value_dim,
-        value_distance(p),
-        dtypes.is_quantised(v.dtype),
-        False,
-    )
+    pv, width, v_distance, scaled, nonfinite = p.pv, p.value_dim, value_distance(p), dtypes.is_quantised(v.dtype), False
     if p.pv == 0 and p.v_row == 0 and unmasked and p.qk == 0 and p.value_dim == Dv:  # V is in K's converted rows
         pv, v_distance, scaled = p.pv_f32, ZERO, False
         for j in range(count):

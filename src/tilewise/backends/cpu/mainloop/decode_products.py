@@ -101,7 +101,7 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
 
 
 @jit
-def plain_qk(p, t, D):
+def in_place_qk(p, t, D):
     """The function that multiplies keys in place, its queries, the length of their rows, and its width."""
     if p.qk_bf16_dot:
         return p.qk_bf16_dot, t.packed, D // 2, p.head_dim // 2

@@ -131,9 +131,9 @@ def add_partials(p, partials, Dv, m, to, downscaled, fused):
         stats = stats_at(slot, partials.rows, Dv, partials.row)
         top = get_f32(stats)
         if top != -INF:
-            weight, own = F(math.exp((top - m) * softmax_scale(p))), get_f32(stats + 4)
-            l += weight * abs(own)
-            if downscaled and not own < F(0):
+            weight, part_l = F(math.exp((top - m) * softmax_scale(p))), get_f32(stats + 4)
+            l += weight * abs(part_l)
+            if downscaled and not part_l < F(0):
                 weight *= DOWNSCALE
             if fused:
                 row_fma(to, slot + 4 * partials.row * Dv, Dv, weight)
@@ -162,7 +162,7 @@ def combine_row(p, own, shared_p, shared, Dv, to, fused):
 def combine(params, scratch):
     """Combines the split-KV partials, in one thread, after all items."""
     p = params_at(params)
-    nothing = Partials(ZERO, ZERO, ZERO, ZERO)
+    none = Partials(ZERO, ZERO, ZERO, ZERO)
     for index in range(p.items):
         item = item_at(p.work_items + index * WORK_ITEM_BYTES)
         if item.splits < 2 or item.split:
@@ -170,5 +170,5 @@ def combine(params, scratch):
         R = p.heads // p.kv_heads * item.rows
         q_start = sequence(p, item.b)[0]
         for r in range(R):
-            m, l = combine_row(p, Partials(index, item.splits, R, r), p, nothing, up(p.value_dim, W), scratch, False)
+            m, l = combine_row(p, Partials(index, item.splits, R, r), p, none, up(p.value_dim, W), scratch, False)
             finalize_row(p, item, r // item.rows, r % item.rows, q_start, scratch, m, l)

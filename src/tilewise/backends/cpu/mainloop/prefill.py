@@ -19,7 +19,7 @@ from ..scratch import partition
 from .mask import FULL, has_added, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
-from .rows import list_spans, seen_by_all, set_up
+from .rows import init_rows, list_spans, seen_by_all
 from .scores import max_free_bound
 from .selected_keys import first_key, list_selected, selected_count, selected_list
 
@@ -39,7 +39,7 @@ def mainloop(gemm):
         if pack_queries(p, t, w, item, q_start, R):
             return
         list_selected(p, t, item)
-        first, last, no_mask = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
+        first, last, no_mask = init_rows(p, t, item, up(R, panel), up(p.value_dim, W))
         for g in range(p.heads // p.kv_heads):
             put_i64(t.states + 8 * g, FULL)
         list_spans(t, up(R, panel))

@@ -15,7 +15,7 @@ from .selected_keys import first_key, selected_count, selected_span
 
 
 @jit
-def set_up(p, t, item, count, Dv):
+def init_rows(p, t, item, count, Dv):
     """Initialises m, l, acc, spans, positions and slopes of the item's rows, and of padding rows up to `count`.
 
     Returns the first and last key that any row sees (first >= last if none does), and whether the spans express all of
