@@ -96,7 +96,7 @@ def load_rows_bf16(p, g, t, tile, R):
 
 @jit
 def dots_bf16(p, t, tile, R, ld, count):
-    """Computes s and dP. Returns the factor that scores still need (`softmax_scale`)."""
+    """Computes s and dP, [count, R]. Returns the factor that scores still need (`softmax_scale`)."""
     n = units(p.head_dim)
     dot_rows(t, t.keys, t.q, t.s, ld, count, n, n)
     n = units(p.value_dim)
@@ -162,16 +162,19 @@ def cells_bf16(p, t, tile, R, ld, count):
 
 @jit
 def add_values_bf16(p, t, ld, count):
+    """dV [count, Dv] += P dO."""
     add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
 def add_keys_bf16(p, t, ld, count):
+    """dK [count, D] += dS Q."""
     add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
 def add_queries_bf16(p, t, tile, ld, clean_keys, sums, R):
+    """dQ [R, D] += dS^T K."""
     cells = ds_pairs(t, ld, tile.end - tile.start)
     add_to_rows(t, tile, cells, ld, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
 

@@ -100,7 +100,7 @@ def cells(p, t, tile, R, ld, count):
 
 @jit
 def dots(p, t, tile, R, ld, count):
-    """Computes s and dP. Returns the factor that scores still need (`softmax_scale`)."""
+    """Computes s and dP, [count, R]. Returns the factor that scores still need (`softmax_scale`)."""
     D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), softmax_scale(p)
     if not is_few(p, tile):
         dot_rows(t, t.keys, t.q, t.s, ld, count, D, p.head_dim)
@@ -123,16 +123,19 @@ def pack_cells(t, ld, count):
 
 @jit
 def add_values(p, t, ld, count):
+    """dV [count, Dv] += P dO."""
     add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
 def add_keys(p, t, ld, count):
+    """dK [count, D] += dS Q."""
     add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
 def add_queries(p, t, tile, ld, clean_keys, sums, R):
+    """dQ [R, D] += dS^T K."""
     most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
     add_to_rows(t, tile, t.ds, ld, clean_keys, sums, R, up(p.head_dim, W), most)
 

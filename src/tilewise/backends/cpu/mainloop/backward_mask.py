@@ -16,7 +16,7 @@ from .backward_cells import sum_keys
 
 @jit
 def add_mask(p, g, t, tile, ds, ld, first, R, key, count):
-    """Adds dS of W rows from `first` on and `count` keys from `key` on."""
+    """Adds dS [count, W], of W rows from `first` on and keys from `key` on, to the gradient of the mask."""
     n, group = tile.rows, p.heads // p.kv_heads
     width = up(count, W)
     if g.dmask_block:
@@ -43,7 +43,7 @@ def add_mask(p, g, t, tile, ds, ld, first, R, key, count):
 
 @jit
 def add_bias(p, g, t, tile, ds, ld, first, R, key, count):
-    """Adds dS of W rows from `first` on and `count` keys from `key` on to the sums of rows (by block) and of keys."""
+    """Adds dS [count, W], likewise, to the sums of rows (a sum for each block of keys) and of keys."""
     n, group, width = tile.rows, p.heads // p.kv_heads, up(count, W)
     q_start, _, kv_start, _, _ = sequence(p, tile.b)
     if g.dq_bias:

@@ -43,7 +43,10 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
 
     @policy_jit(suffix)
     def dot_rows(t, keys, panels, to, ld, count, width, depth):
-        """s = K Q^T or dP = V dO^T, for rows that see any key of a block. `width` and `depth` are in units."""
+        """s [count, ld] = K Q^T, or dP = V dO^T, for rows that see any key of a block.
+
+        `width` (of a row of K or V) and `depth` are in units.
+        """
         for d in range(0, depth, DOT_LENGTH):
             for panel in range(0, ld, PANEL):
                 for k in range(0, count, KEYS):
@@ -58,7 +61,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
 
     @policy_jit(suffix)
     def add_to_keys(t, cells, ld, rows, to, count, width):
-        """dV += P dO or dK += dS Q."""
+        """dV [count, width] += P dO, or dK += dS Q."""
         c = 0
         while c < width:
             left = (width - c) // W
@@ -75,7 +78,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
 
     @policy_jit(suffix)
     def add_to_rows(t, tile, cells, ld, keys, to, R, D, most):
-        """dQ += dS^T K, for each block of rows over the keys that any of them sees, `most` units at a time."""
+        """dQ [R, D] += dS^T K, for each block of rows over the keys that any of them sees, `most` units at a time."""
         c = 0
         while c < D:
             n = strip_vectors((D - c) // W)

@@ -1,7 +1,7 @@
 """Decode mainloop: few query rows, scores [rows, keys], K and V read once and in place.
 
-All rows of a group use a tile of keys while it is in L1; with many bf16 rows by AMX. Tiles that some row sees only
-partly are first converted to float32 in scratch memory, where non-finite values can be extracted.
+All rows of a group use a tile of keys while it is in L1; many bf16 rows by AMX. A tile of which some row sees only a
+part is first converted to float32 in scratch memory, where non-finite values can be extracted.
 """
 
 # mypy: ignore-errors
@@ -62,7 +62,7 @@ def scratch_of_item(p, t, n, R, D, Dv):
 
 
 def decode(params, scratch, address):
-    """Decode mainloop: all keys of a head batch of work items at `address`; m, l and acc hold the results."""
+    """All keys of the head batch of work items at `address`. The results are m, l and acc [R, Dv] of each item."""
     p, item = params_at(params), item_at(address)
     shared = partition(p, scratch)
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
@@ -116,7 +116,7 @@ def all_see(t, R, origin, end):
 
 @jit
 def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
-    """A tile of pages for all heads of a batch, in memory order: some keys of one head, then of the next.
+    """Keys `origin` to `end` for all heads of a batch, in memory order: some keys of one head, then of the next.
 
     In a page a token's heads are adjacent. Gain: cpu/head-batch in benchmarks/cpu/LOG.md.
     """

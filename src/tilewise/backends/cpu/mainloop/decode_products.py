@@ -1,4 +1,4 @@
-"""Q K^T and P V of a decode tile, by the GEMV for their storage (fp32, AMX, VNNI)."""
+"""Q K^T and P V of a decode tile, by the GEMV for their storage (fp32, AMX, AVX-512 BF16, VNNI, sdot)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pack_queries(p, t, item, q_start, R):
 
 @jit
 def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
-    """s = q k^T; prefetches V's first rows. `matrix_qk` multiplies the first `tiled` keys."""
+    """s [R, count] = q k^T, the first `tiled` keys by `matrix_qk`; prefetches V's first rows."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
@@ -82,7 +82,7 @@ def quantise_weights(p, t, R, count, keys):
 
 @jit
 def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
-    """acc += p v, in chunks: short sums round less."""
+    """acc [R, Dv] += p v, the first `tiled` keys by `matrix_pv`, others in chunks: short sums round less."""
     if tiled:
         call_matrix(p.matrix_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
     if scaled and p.dot_pv and quantise_weights(p, t, R, count, keys):  # exact sums

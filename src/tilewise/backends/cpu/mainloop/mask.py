@@ -19,6 +19,7 @@ MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or 
 
 @jit
 def mask_row(p, b, head, i):
+    """The address of the mask's cells of query i."""
     return p.mask + b * p.mask_b + head * p.mask_h + i * p.mask_q
 
 

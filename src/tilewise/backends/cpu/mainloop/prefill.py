@@ -25,7 +25,7 @@ from .selected_keys import first_key, list_selected, selected_count, selected_li
 
 
 def mainloop(gemm):
-    """`fn(params, scratch, item)`: all keys of the item; the result is in m, l and acc if `done` is not 0."""
+    """`fn(params, scratch, item)`: all keys of the item. The result is m, l and acc [R, Dv], if `done` is not 0."""
     panel, step, memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue = gemm
 
     def prefill(params, scratch, address):
@@ -36,7 +36,7 @@ def mainloop(gemm):
         R, BK = p.heads // p.kv_heads * item.rows, p.tile_keys
         k, v, at = key_source(p), value_source(p), kv_location(p, item, kv_start, selected_list(p, t))
         put_i64(t.done, ZERO)
-        if pack_queries(p, t, w, item, q_start, R):
+        if pack_queries(p, t, w, item, q_start, R):  # [panels, D, panel]
             return
         list_selected(p, t, item)
         first, last, no_mask = init_rows(p, t, item, up(R, panel), up(p.value_dim, W))
@@ -54,12 +54,12 @@ def mainloop(gemm):
                 unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
             if not nothing:
                 full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
-                if pack_keys(p, t, w, k, at, tile, end - tile, last):
+                if pack_keys(p, t, w, k, at, tile, end - tile, last):  # [keys, D]
                     return
-                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)
+                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)  # [keys, Dv]
                 for row in range(0, R, step):
-                    weights(p, t, w, item, row, R, tile, end, unmasked, bound)
-                    add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)
+                    weights(p, t, w, item, row, R, tile, end, unmasked, bound)  # [keys, step]
+                    add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)  # [step, Dv]
             tile += BK
         epilogue(p, t, w, R)
         put_i64(t.done, ONE)

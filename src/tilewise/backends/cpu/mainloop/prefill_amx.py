@@ -44,7 +44,7 @@ def panel_span(t, row, R, tile, end):
 
 @jit
 def unpack_acc(t, w, R, Dv, padded):
-    """Unpacks acc [panels, 2, Dv, 16] to rows."""
+    """Unpacks the policy's acc [panels, 2 halves, Dv, 16] to acc [R, Dv]."""
     for row in range(0, up(R, BLOCK), W):
         for d in range(0, Dv, W):
             transpose(t.acc + 4 * (row * Dv + d), Dv, w.acc + 4 * (row * padded + d * W), W_)
@@ -62,6 +62,7 @@ def may_be_max_free(t, first, tile, end):
 
 @jit
 def commit_panel(t, row, u):
+    """`commit_row_sums` of panel u of the two from `row` on."""
     first = row + u * BLOCK
     return commit_row_sums_2(t.row_sums + 4 * u * BLOCK, t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first) != 0
 
@@ -86,6 +87,7 @@ def amx_gemm(dtype):
 
     @jit_parts
     def memory(p, t):
+        """`AmxScratch`."""
         return partition_amx(p, t, PARTS_)
 
     @jit_parts
@@ -113,7 +115,7 @@ def amx_gemm(dtype):
 
     @jit_parts
     def online_softmax(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
-        """The online softmax of panel u; rescales the accumulator."""
+        """The online softmax of panel u: s [2 halves, keys, 16] to weights as tiles; rescales the accumulator."""
         if k0 >= k1:
             return
         valid_keys = min(k1, count) - k0
@@ -173,6 +175,7 @@ def amx_gemm(dtype):
 
     @jit_parts
     def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
+        """acc [2 panels, 2 halves, Dv, 16] += V^T P."""
         Dv, BK = up(p.value_dim, BLOCK), p.tile_keys
         v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
         for c in range(0, Dv, BLOCK):

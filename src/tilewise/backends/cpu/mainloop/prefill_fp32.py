@@ -47,14 +47,16 @@ def dot_length_of(p, item):
 
 @jit
 def whole_memory(p, t):
+    """The policy has no scratch memory of its own."""
     return t
 
 
 @jit
 def pack_queries(p, t, w, item, q_start, R):
-    """Packs Q^T in panels. W float32 rows of one head are transposed in place, others are first copied to `acc`.
+    """Packs Q^T in panels, q [panels, D, PANEL].
 
-    Rows that are far apart are read line by line while the next W rows are prefetched.
+    W float32 rows of one head are transposed from where they are, others are first copied to `acc`. Rows that are far
+    apart are read a cache line at a time, while the next W rows are prefetched.
     """
     n, D = item.rows, up(p.head_dim, W)
     in_place = p.q_dtype == dtypes.F32 and p.head_dim == D and p.q_l % 4 == 0
@@ -83,7 +85,10 @@ def pack_queries(p, t, w, item, q_start, R):
 
 @jit
 def pack_keys(p, t, w, x, at, tile, count, last):
-    """Lists K's rows, converted unless they are float32 in one tensor, and the rows to prefetch."""
+    """Lists K's rows in `k_table` [keys], and the rows to prefetch.
+
+    Unless they are float32 in one tensor, they are first converted to `keys` [keys, D].
+    """
     list_rows(p, x, at, t.k_table, tile, count, PAD)
     if x.dtype != dtypes.F32 or x.shared:
         rows_to_f32(p, x, at, t.k_table, t.keys, tile, count, PAD)
@@ -100,7 +105,7 @@ def vector_span(t, first, tile, end):
 
 @jit
 def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1):
-    """s[k0..k1] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
+    """s [k0..k1, PANEL] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     passes = (p.head_dim + dot_length - 1) // dot_length
     for n in range(passes):  # outer loop: this much of the panel stays in L1
@@ -126,12 +131,13 @@ def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k
 
 @jit
 def overlaps(span, key):
+    """Whether a span of keys overlaps the block of KEYS from `key` on."""
     return span[0] < key + KEYS and span[1] > key
 
 
 @jit
 def online_softmax(p, t, item, s, first, R, key, count, bound):
-    """Turns scores of W query rows from `first` on over `count` keys from `key` on into weights."""
+    """Turns scores s [count, PANEL] of W query rows from `first` on and keys from `key` on into weights."""
     apply_score_mods(p, t, item, s, PANEL_, first, R, key, count)
     m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
     online_softmax_columns(s, PANEL, count, m, l, alpha, softmax_scale(p) * F(LOG2E), bound)
@@ -170,7 +176,7 @@ def strip_vectors(left):
 
 @jit
 def pack_columns(t, count, Dv, BK):
-    """Packs listed float32 rows of V in panels of columns, [count, columns]. Returns NaN if a value is not finite."""
+    """Packs listed float32 rows of V in strips of columns, `packed` [strips, keys, strip]. NaN if one is not finite."""
     bad = F(0)
     c = 0
     while c < Dv:
@@ -188,7 +194,7 @@ def pack_columns(t, count, Dv, BK):
 
 @jit
 def pack_values(p, t, w, x, at, first, count, full):
-    """Packs a tile of V in panels. Extracts non-finite values if some row does not see them; returns whether it did."""
+    """Packs a tile of V in strips. Extracts non-finite values if some row does not see them; returns whether it did."""
     Dv, BK = up(p.value_dim, W), p.tile_keys
     list_rows(p, x, at, t.v_table, first, count, ONE)
     if x.dtype != dtypes.F32 or x.width % W:
@@ -233,9 +239,9 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
 
 @jit
 def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
-    """acc of one panel = alpha * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
+    """acc [PANEL, Dv] of one panel = alpha * acc + p^T v, by blocks of ROWS rows, over the keys that one of them sees.
 
-    All blocks of rows use a panel of V's columns before the next panel, so it stays in L1.
+    All blocks of rows use a strip of V's columns before the next strip, so it stays in L1.
     """
     Dv, BK = up(p.value_dim, W), p.tile_keys
     k0, k1 = keys_of(t, row, tile, end)
@@ -264,7 +270,7 @@ def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
 
 @jit
 def epilogue(p, t, w, R):
-    return
+    """acc is in rows already."""
 
 
 FP32 = Gemm(PANEL_, PANEL_, whole_memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue)

@@ -57,6 +57,7 @@ def from_first_key(positions, row):
 
 @jit
 def set_row(t, r, lo, hi, position, slope):
+    """Initialises row r: its key span [lo, hi), position and ALiBi slope; m = -inf, l = 0."""
     put_i32(t.lo + 4 * r, types.int32(lo))
     put_i32(t.hi + 4 * r, types.int32(hi))
     put_i32(t.positions + 4 * r, types.int32(position))
