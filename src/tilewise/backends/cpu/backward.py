@@ -17,7 +17,7 @@ from .codegen.vector import W
 from .gemm.fp32 import ROWS
 from .launch import LaunchTemplate, check_tables, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
-from .scratch import backward_total, round_up
+from .scratch import backward_scratch_bytes, round_up
 from .threads import pool, yield_thread
 
 
@@ -31,7 +31,7 @@ def prepare(problem: Problem) -> Plan:
     params.gradients, params.yield_thread = ctypes.addressof(gradients), yield_thread()
     bf16 = config.backward_in_bf16(p)
     params.worker = compiler.function("backward bf16" if bf16 else "backward")
-    scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
+    scratch = backward_scratch_bytes(params)
     most = p.batch * p.kv_heads * -(-p.kv_len // keys)
     items = schedule_items(params, most, "schedule_backward") if same_items(p) else None
     every_row = p.total_q if p.packed_q else p.batch * p.q_len

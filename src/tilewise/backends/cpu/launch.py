@@ -26,7 +26,7 @@ from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
-from .scratch import total
+from .scratch import scratch_bytes
 from .threads import MOST_KEPT, pool
 
 KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
@@ -75,21 +75,9 @@ def make_template(p: Problem, threads: int) -> LaunchTemplate:
         setattr(params, name, compiler.function(kernel))
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
-    scratch = total(
-        p.heads,
-        p.kv_heads,
-        p.head_dim,
-        p.value_dim,
-        c.tile_rows,
-        c.tile_keys,
-        c.head_batch,
-        c.decode_rows,
-        params.max_selected,
-        parts,
-    )
     kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
     items = schedule_items(params, c.max_work_items) if kept else None
-    return LaunchTemplate(params, scratch, c.max_work_items, items)
+    return LaunchTemplate(params, scratch_bytes(params, parts), c.max_work_items, items)
 
 
 def same_items(p: Problem) -> bool:

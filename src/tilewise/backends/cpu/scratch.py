@@ -137,9 +137,9 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
     )
 
 
-def backward_total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
-    """Bytes of a thread's scratch memory in the backward pass."""
-    sizes = backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
+def backward_scratch_bytes(p):
+    """Bytes of a thread's scratch memory in a backward pass with these `Params`."""
+    sizes = backward_sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
 
@@ -160,13 +160,14 @@ def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts)
     )
 
 
-def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected, parts):
-    """Bytes of a thread's scratch memory; `parts` is 0 if AMX is not used."""
-    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected)
-    tiles = amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
-    first = Scratch._fields.index("q")
-    spare = CACHE_LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
-    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(tiles)) + spare)
+def scratch_bytes(p, parts):
+    """Bytes of a thread's scratch memory in a call with these `Params`; `parts` is 0 if AMX is not used."""
+    call = p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys
+    sizes = scratch_sizes(*call, p.head_batch, p.decode_rows, p.max_selected)
+    amx = amx_sizes(*call, parts) if parts else (0,)
+    first = Scratch._fields.index("q")  # from here on AMX has its own parts
+    spare = CACHE_LINE * (first + max(len(sizes) - first, len(amx)) + 1)
+    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(amx)) + spare)
 
 
 @intrinsic
