@@ -35,7 +35,7 @@ AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scr
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "selected distances slope_sums q_rows dout_rows q dout s ds dcap keys clean_keys values dk dv",
+    "selected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv",
 )
 
 
@@ -130,7 +130,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         ds=cells,  # dP, then dS
         dcap=cells,  # softcap's derivative
         keys=4 * keys * D,  # [keys, D]
-        clean_keys=4 * keys * D,  # non-finite values replaced by 0
+        finite_keys=4 * keys * D,  # non-finite values replaced by 0
         values=4 * keys * Dv,
         dk=4 * keys * D,
         dv=4 * keys * Dv,

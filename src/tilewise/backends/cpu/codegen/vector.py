@@ -89,13 +89,13 @@ class Emit:
         element, decode = DECODE[kind]
         return decode[part](self.builder, Lanes(), self.load_scalar(address, offset, element))
 
-    def bf16_bits(self, x: Value, whole: Callable[[int], Value]) -> Value:
-        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole(n)` is a constant of its shape."""
+    def bf16_bits(self, x: Value, constant: Callable[[int], Value]) -> Value:
+        """float32 to bfloat16, to nearest even, in the low half of an int32; `constant(n)` is n in x's shape."""
         b = self.builder
-        bits = b.bitcast(x, whole(0).type)
-        odd = b.and_(b.lshr(bits, whole(16)), whole(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, whole(0x7FFF))), whole(16))
-        return b.select(b.fcmp_unordered("uno", x, x), whole(0x7FC0), rounded)
+        bits = b.bitcast(x, constant(0).type)
+        odd = b.and_(b.lshr(bits, constant(16)), constant(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, constant(0x7FFF))), constant(16))
+        return b.select(b.fcmp_unordered("uno", x, x), constant(0x7FC0), rounded)
 
     def load_i32(self, address: Value) -> Value:
         return self._load(address, 0, I32, W)

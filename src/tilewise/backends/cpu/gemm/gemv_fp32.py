@@ -90,27 +90,27 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
     ) -> None:  # fmt: skip
         b = e.builder
         span = b.sdiv(width, e.i64(parts))
-        places = [(part, n) for part in range(parts) for n in range(vectors)]
-        elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in places}
-        cells = [(i, place) for i in range(queries) for place in places]
-        at = {(i, place): b.add(b.mul(lda, e.i64(i)), elements[place]) for i, place in cells}
-        groups = dict.fromkeys(places, e.i64(0))
+        strips = [(part, n) for part in range(parts) for n in range(vectors)]
+        elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in strips}
+        cells = [(i, strip) for i in range(queries) for strip in strips]
+        at = {(i, strip): b.add(b.mul(lda, e.i64(i)), elements[strip]) for i, strip in cells}
+        groups = dict.fromkeys(strips, e.i64(0))
         if FORMATS[kind].is_quantised:
             bits = b.cttz(group, ir.Constant(I1, 1))
-            groups = {place: b.mul(b.lshr(elements[place], bits), group_stride) for place in places}
-        weights_at = {(i, place): b.add(b.mul(ldp, e.i64(i)), groups[place]) for i, place in cells}
+            groups = {strip: b.mul(b.lshr(elements[strip], bits), group_stride) for strip in strips}
+        weights_at = {(i, strip): b.add(b.mul(ldp, e.i64(i)), groups[strip]) for i, strip in cells}
         sums = {cell: e.var(e.zeros) for cell in cells}
         with e.loop(count) as key:
             source = e.load_scalar(rows, key, I64)
             later = b.add(e.load_scalar(rows, b.add(key, distance), I64), b.mul(start, e.i64(size)))
             for byte in range(0, vectors * W * size, CACHE_LINE):
                 prefetch_line(e, b.add(later, e.i64(byte)), level=2)
-            for place in places:
-                part, n = place
+            for strip in strips:
+                part, n = strip
                 x = e.load(source, b.add(start, e.i64(n * W)), kind, part)
                 for i in range(queries):
-                    weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
-                    sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
+                    weight = e.splat(e.load_scalar(p, b.add(weights_at[i, strip], key), F32))
+                    sums[i, strip].set(e.fma(weight, x, sums[i, strip].get()))
         for cell in cells:  # acc is added last, as in the GEMMs
             e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
 

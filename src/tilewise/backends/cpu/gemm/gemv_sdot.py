@@ -111,12 +111,12 @@ def make_qk(kind: str) -> Any:
                             _fold(e, [_line(e, k, b.add(at, b.mul(width, e.i64(m)))) for k in keys])
                             for m in range(LIMBS)
                         ]
-                        place = b.add(b.mul(lds, i), key)
-                        e.store(e.fma(join_limbs(e, limbs), factor, e.load(s, place)), s, place)
+                        cell = b.add(b.mul(lds, i), key)
+                        e.store(e.fma(join_limbs(e, limbs), factor, e.load(s, cell)), s, cell)
             with e.loop(R) as i:
                 scale = e.splat(e.load_scalar(q, b.sub(b.mul(ldq, b.add(i, e.i64(1))), e.i64(1)), F32))
-                place = b.add(b.mul(lds, i), key)
-                e.store(b.fmul(e.load(s, place), scale), s, place)
+                cell = b.add(b.mul(lds, i), key)
+                e.store(b.fmul(e.load(s, cell), scale), s, cell)
 
     return qk
 

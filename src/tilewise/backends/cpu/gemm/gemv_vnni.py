@@ -83,10 +83,10 @@ def make_qk(kind: str, queries: int) -> Any:
                     for n, x in enumerate(transposed):
                         if kind == "int4":
                             x = b.and_(b.lshr(x, e.i32s(4)) if part else x, e.i32s(0x0F0F0F0F))
-                        place = b.add(word, e.i64(n))
+                        word_at = b.add(word, e.i64(n))
                         for row, at in zip(sums, limbs_at, strict=True):
                             for m in range(LIMBS):
-                                row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], place)))
+                                row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], word_at)))
                     factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), group_stride), key))
                     for score, row in zip(scores, sums, strict=True):
                         score.set(e.fma(join_limbs(e, row), factor, score.get()))

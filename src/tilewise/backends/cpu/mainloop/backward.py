@@ -42,7 +42,7 @@ from ..kv_access import affine, key_span, kv_location, query_span, sequence
 from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
-from .backward_cells import add_distances, dot_minus, probs_full, probs_masked, softcap_slope, times_cells
+from .backward_cells import add_distances, dot_minus, multiply_cells, probs_full, probs_masked, softcap_derivative
 from .backward_fp32 import FP32
 from .backward_mask import add_bias, add_mask
 from .mask import read_states
@@ -157,7 +157,7 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
         s, ds, m, l = t.s + at, t.ds + at, t.m + 4 * first, t.l + 4 * first
         scale_scores(p, s, ld, n)
         if p.softcap > 0:
-            softcap_slope(s, t.dcap + at, ld, n, cap)
+            softcap_derivative(s, t.dcap + at, ld, n, cap)
         if bias_scores(p, t, tile, s, ld, first, R, key, n):
             probs_masked(s, ds, ld, n, m, l, factor)
         else:
@@ -170,7 +170,7 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
         if g.dmask:
             add_mask(p, g, t, tile, ds, ld, first, R, key, n)
         if p.softcap > 0:
-            times_cells(ds, t.dcap + at, ld, n)
+            multiply_cells(ds, t.dcap + at, ld, n)
     if g.dslopes:
         for r in range(R):
             to = t.slope_sums + 4 * (r // tile.rows)
@@ -213,7 +213,7 @@ def mainloop(gemm):
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
     @policy_jit(gemm.name)
-    def add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing):
+    def add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped):
         """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
         q_start, q_len, _, _, _ = sequence(p, tile.b)
@@ -225,8 +225,8 @@ def mainloop(gemm):
             wait_turn(p, semaphore, tile.block)
         else:
             clear(sums, up(R, ROWS) * D)
-        if not nothing:
-            add_queries(p, t, tile, ld, clean_keys, sums, R)
+        if not skipped:
+            add_queries(p, t, tile, ld, finite_keys, sums, R)
         if visits(p, tile, tile.block + 1):
             store_release(semaphore, tile.block + 1)
             return
@@ -237,13 +237,13 @@ def mainloop(gemm):
             store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
 
     @policy_jit(gemm.name)
-    def row_tile(p, g, t, tile, clean_keys):
+    def row_tile(p, g, t, tile, finite_keys):
         """A tile of rows: adds to dK and dV, and in turn to dQ."""
         count = tile.end - tile.start
         R = p.heads // p.kv_heads * tile.rows
         ld = up(R, PANEL)
-        _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
-        if not nothing:
+        _, skipped = read_states(p, tile, t.states, tile.start, tile.end)
+        if not skipped:
             init_tile_rows(p, g, t, tile, R)
             load_rows(p, g, t, tile, R)
             list_blocks(t, tile, R, count)
@@ -256,7 +256,7 @@ def mainloop(gemm):
             if g.dk:
                 add_keys(p, t, ld, count)
         if g.dq:
-            add_to_queries(p, g, t, tile, clean_keys, R, ld, nothing)
+            add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped)
 
     @policy_jit(gemm.name)
     def key_block(p, g, t, b, head, block):
@@ -270,7 +270,7 @@ def mainloop(gemm):
         whole = Tile(b, head, ZERO, q_len, start, end, block)
         at = kv_location(p, whole, kv_start, ZERO)
         count = end - start
-        clean_keys = load_keys(p, t, at, start, count)
+        finite_keys = load_keys(p, t, at, start, count)
         clear(t.dk, up(count, KEYS) * D)
         clear(t.dv, up(count, KEYS) * Dv)
         for h in range(group):
@@ -279,7 +279,7 @@ def mainloop(gemm):
         for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
             tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
             if first < row + tile.rows:  # else no row is that far
-                row_tile(p, g, t, tile, clean_keys)
+                row_tile(p, g, t, tile, finite_keys)
         for j in range(count):
             token = kv_start + start + j
             if g.dk:

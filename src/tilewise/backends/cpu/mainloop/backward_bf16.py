@@ -22,7 +22,7 @@ from .backward_cells import (
     ds_of_dots,
     pair_cells,
     pair_rows,
-    pair_rows_clean,
+    pair_rows_finite,
     probs_full,
     probs_masked,
     probs_of_dots,
@@ -68,8 +68,8 @@ def load_keys_bf16(p, t, at, start, count):
     copy_keys(p, t, value_source(p), at, t.values, start, count)
     copy_keys(p, t, key_source(p), at, t.keys, start, count)
     for j in range(0, up(count, KEYS), 2):
-        pair_rows_clean(t.clean_keys + 4 * (j // 2) * D, t.keys + 4 * j * n, t.keys + 4 * (j + 1) * n, D)
-    return t.clean_keys
+        pair_rows_finite(t.finite_keys + 4 * (j // 2) * D, t.keys + 4 * j * n, t.keys + 4 * (j + 1) * n, D)
+    return t.finite_keys
 
 
 @jit
@@ -90,7 +90,7 @@ def load_rows_bf16(p, g, t, tile, R):
     transpose_rows(t.dout, dout_rows, R, dout_units)
     for r in range(0, rows, 2):  # non-finite values in Q are replaced by 0: such a row has lse NaN
         x, y = q_rows + 4 * r * q_units, dout_rows + 4 * r * dout_units
-        pair_rows_clean(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
+        pair_rows_finite(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
         pair_rows(t.dout_rows + 2 * r * Dv, y, y + 4 * dout_units, Dv)
 
 
@@ -173,10 +173,10 @@ def add_keys_bf16(p, t, ld, count):
 
 
 @jit
-def add_queries_bf16(p, t, tile, ld, clean_keys, sums, R):
+def add_queries_bf16(p, t, tile, ld, finite_keys, sums, R):
     """dQ [R, D] += dS^T K."""
     cells = ds_pairs(t, ld, tile.end - tile.start)
-    add_to_rows(t, tile, cells, ld, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
+    add_to_rows(t, tile, cells, ld, finite_keys, sums, R, up(p.head_dim, W), p.tile_keys)
 
 
 BF16 = Policy(

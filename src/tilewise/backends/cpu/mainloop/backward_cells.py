@@ -38,7 +38,7 @@ probs_full, probs_masked = _probs(False), _probs(True)
 
 
 @microkernel("iiiif")
-def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
+def softcap_derivative(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
     """The derivative of a softcap at the capped score s: 1 - (s / cap)^2."""
     b = e.builder
     cap = e.splat(cap)
@@ -49,7 +49,7 @@ def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: 
 
 
 @microkernel("iiii")
-def times_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
+def multiply_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
     """ds *= dcap, but 0 where ds is 0: in a hidden cell dcap may be NaN."""
     b = e.builder
     with e.loop(count) as j:
@@ -82,7 +82,7 @@ def sum_keys(e: Emit, ds: Value, step: Value, count: Value, to: Value) -> None:
 
 
 @microkernel("iii")
-def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
+def zero_nonfinite(e: Emit, to: Value, source: Value, count: Value) -> None:
     """Copies `count` floats, a multiple of W, with non-finite values replaced by 0."""
     b = e.builder
     with e.loop(count, W) as i:
@@ -183,15 +183,15 @@ def ds_of_dots(
             e.store(_pair(e, *both), pairs, b.add(b.mul(ld, e.i64(i // 2)), e.i64(j * W)))
 
 
-def _pair_rows(clean: bool) -> Any:
+def _pair_rows(finite: bool) -> Any:
     @microkernel("iiii")
     def pair_rows(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
-        """Interleaves two rows of `count` bf16 numbers, with non-finite values replaced by 0 if `clean`."""
+        """Interleaves two rows of `count` bf16 numbers, with non-finite values replaced by 0 if `finite`."""
         b, kind = e.builder, e.vector(I16)
 
         def take(row: Value, i: Value) -> Value:
             bits = _load_16(e, row, i)
-            if not clean:
+            if not finite:
                 return bits
             top = ir.Constant(kind, [0x7F80] * W)
             return b.select(b.icmp_signed("==", b.and_(bits, top), top), ir.Constant(kind, [0] * W), bits)
@@ -202,4 +202,4 @@ def _pair_rows(clean: bool) -> Any:
     return pair_rows
 
 
-pair_rows, pair_rows_clean = _pair_rows(False), _pair_rows(True)
+pair_rows, pair_rows_finite = _pair_rows(False), _pair_rows(True)

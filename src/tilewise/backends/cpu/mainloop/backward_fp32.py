@@ -10,7 +10,7 @@ from ..codegen.vector import W
 from ..gemm.backward import gemm_columns, gemm_rows
 from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
 from ..kv_access import key_source, list_rows, query_row, rows_to_f32, sequence, value_source
-from .backward_cells import clean, dot_minus
+from .backward_cells import dot_minus, zero_nonfinite
 from .backward_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
 from .scores import scale_in_softmax, softmax_scale
@@ -32,8 +32,8 @@ def load_keys(p, t, at, start, count):
     clear(t.keys + 4 * count * D, (padded - count) * D)
     if bad == F(0):
         return t.keys
-    clean(t.clean_keys, t.keys, padded * D)
-    return t.clean_keys
+    zero_nonfinite(t.finite_keys, t.keys, padded * D)
+    return t.finite_keys
 
 
 @jit
@@ -63,7 +63,7 @@ def load_rows(p, g, t, tile, R):
     transpose_rows(t.q, t.q_rows, R, D)
     transpose_rows(t.dout, t.dout_rows, R, Dv)
     if bad != F(0):  # replaced by 0: such a row has lse NaN
-        clean(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
+        zero_nonfinite(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
 
 
 @jit
@@ -76,15 +76,15 @@ def transpose_rows(to, rows, R, width):
 
 
 @jit
-def is_few(p, tile):
+def needs_short_sums(p, tile):
     """Whether sums must be short: over few keys, and for few float32 rows, torch sums in lanes and rounds less."""
     _, q_len, _, kv_len, _ = sequence(p, tile.b)
     return kv_len <= SHORT_KEYS or (q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32)
 
 
 @jit
-def dot_few_rows(keys, rows, to, ld, count, width, R, factor, minus):
-    """`dot_rows` cell by cell, times `factor`, minus a number of each row, which is then set to 0."""
+def dot_cells(keys, rows, to, ld, count, width, R, factor, minus):
+    """`dot_rows` cell by cell, in float64: times `factor`, minus a number of each row, which is then set to 0."""
     for r in range(R):
         for k in range(count):
             x = dot_minus(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(minus + 4 * r))
@@ -102,17 +102,17 @@ def cells(p, t, tile, R, ld, count):
 def dots(p, t, tile, R, ld, count):
     """Computes s and dP, [count, R]. Returns the factor that scores still need (`softmax_scale`)."""
     D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), softmax_scale(p)
-    if not is_few(p, tile):
+    if not needs_short_sums(p, tile):
         dot_rows(t, t.keys, t.q, t.s, ld, count, D, p.head_dim)
         dot_rows(t, t.values, t.dout, t.ds, ld, count, Dv, p.value_dim)
         return factor
     if scale_in_softmax(p):
-        dot_few_rows(t.keys, t.q_rows, t.s, ld, count, D, R, factor, t.m)
+        dot_cells(t.keys, t.q_rows, t.s, ld, count, D, R, factor, t.m)
         factor = F(1)
     else:
         clear(t.distances, up(R, WHOLE_ROWS))
-        dot_few_rows(t.keys, t.q_rows, t.s, ld, count, D, R, F(1), t.distances)
-    dot_few_rows(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
+        dot_cells(t.keys, t.q_rows, t.s, ld, count, D, R, F(1), t.distances)
+    dot_cells(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
     return factor
 
 
@@ -134,10 +134,10 @@ def add_keys(p, t, ld, count):
 
 
 @jit
-def add_queries(p, t, tile, ld, clean_keys, sums, R):
+def add_queries(p, t, tile, ld, finite_keys, sums, R):
     """dQ [R, D] += dS^T K."""
-    most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
-    add_to_rows(t, tile, t.ds, ld, clean_keys, sums, R, up(p.head_dim, W), most)
+    most = SHORT_DOT_LENGTH if needs_short_sums(p, tile) else p.tile_keys
+    add_to_rows(t, tile, t.ds, ld, finite_keys, sums, R, up(p.head_dim, W), most)
 
 
 FP32 = Policy("fp32", load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries)

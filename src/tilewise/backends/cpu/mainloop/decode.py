@@ -39,7 +39,7 @@ from .decode_products import (
     value_distance,
 )
 from .decode_softmax import online_softmax
-from .mask import has_added, has_bias, read_states
+from .mask import has_bias, has_bias_or_tree, read_states
 from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import init_rows
 from .selected_keys import first_key, list_selected, selected_list
@@ -92,13 +92,13 @@ def decode(params, scratch, address):
     while tile < last:
         size = TILE if p.mask or has_bias(p) or last - tile > TILE + TAIL else TILE + TAIL
         origin, end = max(tile, first), min(tile + size, last)
-        if batched and all_see(shared, R, origin, end) and not has_added(p, item.b, end):
+        if batched and all_see(shared, R, origin, end) and not has_bias_or_tree(p, item.b, end):
             decode_head_batch(p, shared, address, kv_start, R, origin, end, last)
         else:
             for n in range(p.head_batch):
                 item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
-                unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
-                if not nothing:
+                unmasked, skipped = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
+                if not skipped:
                     unmasked &= all_see(t, R, origin, end)
                     at = kv_location(p, item, kv_start, selected_list(p, t))
                     decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix)

@@ -12,7 +12,7 @@ from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from ..scratch import SCORES
-from .mask import BIASES, FULL, MASKS, SKIP, has_added, last_parts, list_added
+from .mask import BIASES, FULL, MASKS, SKIP, has_bias_or_tree, last_parts, list_added
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
 from .scores import scale_scores, softmax_scale
@@ -59,7 +59,7 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     scale_scores(p, row, W_, vectors)
     if p.slopes:
         alibi_cells(p, t, item, r, row, origin, count)
-    if (p.mask and state != FULL) or has_added(p, item.b, origin + count):
+    if (p.mask and state != FULL) or has_bias_or_tree(p, item.b, origin + count):
         at = item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows
         last = last_parts(p)
         if last == MASKS:

@@ -74,9 +74,9 @@ def mask_span(p, b, head, i, lo, hi):
 
 
 @jit
-def words(p):
-    """Eight bytes of a mask: the number of cells, the word if all are hidden, and the word if none adds anything, with
-    the bits that matter in it: not the sign of floats.
+def mask_words(p):
+    """A word (8 bytes) of a mask: the number of cells; its value if all are hidden; its value if none adds anything,
+    and which bits of that matter: not the sign of floats.
     """
     if p.mask_dtype == dtypes.BOOL:
         return 8, types.int64(0), types.int64(0x0101010101010101), types.int64(-1)
@@ -90,7 +90,7 @@ def words(p):
 @jit
 def find_span(p, row, lo, hi):
     """Computes `mask_span`; the cells are contiguous."""
-    per, hidden, plain, bits = words(p)
+    per, hidden, plain, bits = mask_words(p)
     while lo + 4 * per <= hi and differs(row + lo * p.mask_k, hidden, -1) == 0:
         lo += 4 * per
     while lo < hi and mask_cell(p, row, lo) == -INF:
@@ -145,7 +145,7 @@ def tree_start(p, b):
 
 
 @jit
-def has_added(p, b, end):
+def has_bias_or_tree(p, b, end):
     """Whether biases, or a tree mask over keys before `end`, apply besides a mask. Selected keys may be anywhere."""
     return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > tree_start(p, b)))
 
@@ -268,12 +268,12 @@ def read_states(p, item, states, start, end):
     and whether all are skipped.
     """
     group = p.heads // p.kv_heads
-    full, nothing = True, True
+    full, skipped = True, True
     state = types.int64(FULL)
     for g in range(group):
         if p.mask and (g == 0 or p.mask_h != 0):
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
-        full &= state == FULL and not has_added(p, item.b, end)
-        nothing &= state == SKIP
-    return full, nothing
+        full &= state == FULL and not has_bias_or_tree(p, item.b, end)
+        skipped &= state == SKIP
+    return full, skipped

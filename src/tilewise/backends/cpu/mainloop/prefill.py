@@ -16,7 +16,7 @@ from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
 from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
-from .mask import FULL, has_added, read_states
+from .mask import FULL, has_bias_or_tree, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import init_rows, list_spans, seen_by_all
@@ -49,10 +49,10 @@ def mainloop(gemm):
         tile = start + max(0, first - start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
-            unmasked, nothing = not has_added(p, item.b, end), False
+            unmasked, skipped = not has_bias_or_tree(p, item.b, end), False
             if not no_mask:
-                unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
-            if not nothing:
+                unmasked, skipped = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+            if not skipped:
                 full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
                 if pack_keys(p, t, w, k, at, tile, end - tile, last):  # [keys, D]
                     return

@@ -12,7 +12,7 @@ from ..codegen.load_store import get_i32, get_i64, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
-from .mask import BIASES, FULL, MASKS, has_added, has_bias, last_parts, list_added
+from .mask import BIASES, FULL, MASKS, has_bias, has_bias_or_tree, last_parts, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
 from .selected_keys import selected_key, selected_list
@@ -72,7 +72,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
     columns. False if there is nothing to add.
     """
     n = item.rows
-    needed = has_added(p, item.b, key + count)
+    needed = has_bias_or_tree(p, item.b, key + count)
     for r in range(first, min(first + W, R)):
         needed |= get_i64(t.states + 8 * (r // n)) != FULL
     if not needed:
@@ -113,7 +113,7 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
                 alibi_column(s + 4 * j * step, step, ONE, slopes, positions, selected_key(t.selected, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
-    if p.mask or has_added(p, item.b, key + count):
+    if p.mask or has_bias_or_tree(p, item.b, key + count):
         last = last_parts(p)
         if last == MASKS and mask_columns(p, t, item, first, R, key, count, BIASES):
             bias_cells(s, step, count, t.mask_columns)
