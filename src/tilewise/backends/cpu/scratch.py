@@ -27,7 +27,7 @@ GROUPS = 18  # most scales of a row
 HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
 Scratch = namedtuple(
     "Scratch",
-    "acc k_table v_table k_next v_next coming k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
+    "acc k_table v_table k_next v_next next_count k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
     "all_lo all_hi mask_rows mask_columns states selected selected_order selected_count done downscaled row_sums "
     "q s keys values packed nonfinite weights",
 )
@@ -63,7 +63,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         v_table=head_batch * table_size(tile_keys),
         k_next=8 * keys,  # addresses of the next tile's rows
         v_next=8 * keys,
-        coming=WORD,  # how many of them
+        next_count=WORD,  # how many of them
         k_scales=4 * keys * GROUPS,
         v_scales=4 * keys * GROUPS,
         m=each_row,

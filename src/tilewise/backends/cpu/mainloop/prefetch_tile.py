@@ -20,14 +20,14 @@ MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones would evict que
 
 @jit
 def list_next_tile(p, t, k, v, at, first, count):
-    """Lists the rows of the next tile, `count` from `first` on; `coming` holds how many are to be prefetched."""
+    """Lists the rows of the next tile, `count` from `first` on; `next_count` holds how many are to be prefetched."""
     row = p.k_row + p.v_row
     if count <= 0 or (p.table == 0 and (row > MOST_ROW or p.kv_len * row < LEAST)):
-        put_i64(t.coming, 0)
+        put_i64(t.next_count, 0)
         return
     list_rows(p, k, at, t.k_next, first, count, PAD)
     list_rows(p, v, at, t.v_next, first, count, PAD)
-    put_i64(t.coming, count)
+    put_i64(t.next_count, count)
 
 
 @jit

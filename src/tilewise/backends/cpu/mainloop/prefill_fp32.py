@@ -75,10 +75,10 @@ def pack_queries(p, t, w, item, q_start, R):
                     clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
         ahead, i = first + W, (first + W) % n
-        coming = query_row(p, item, q_start, ahead // n, i) if in_place and ahead < R and i + W <= n else ZERO
+        next_rows = query_row(p, item, q_start, ahead // n, i) if in_place and ahead < R and i + W <= n else ZERO
         for d in range(0, D, W):
-            if coming:
-                prefetch_column(coming + 4 * d, p.q_l)
+            if next_rows:
+                prefetch_column(next_rows + 4 * d, p.q_l)
             transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * d, width)
     return False
 
@@ -104,7 +104,7 @@ def vector_span(t, first, tile, end):
 
 
 @jit
-def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1):
+def scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1):
     """s [k0..k1, PANEL] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     passes = (p.head_dim + dot_length - 1) // dot_length
@@ -112,7 +112,7 @@ def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(k0, k1, KEYS):
-            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
+            prefetch_share(p, t, key, next_count, panel * passes + n, panels * passes)
             v0, v1 = 0, vectors
             while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + v0 * W, tile, end), key):
                 v0 += 1
@@ -146,7 +146,7 @@ def online_softmax(p, t, item, s, first, R, key, count, bound):
 
 
 @jit
-def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
+def max_free_softmax(p, t, panel, panels, next_count, D, dot_length, count):
     """The weights [count, PANEL] of a panel that sees all keys of a tile, max-free. False if out of bounds."""
     row = panel * PANEL
     if not is_max_free(t.m + 4 * row):
@@ -158,7 +158,7 @@ def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(0, count, KEYS):
-            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
+            prefetch_share(p, t, key, next_count, panel * passes + n, panels * passes)
             a, rows, s = q + 4 * d * PANEL, t.k_table + 8 * key, t.s + 4 * key * PANEL
             if n == passes - 1 and key < blocks:
                 gemm_keys_exp2(rows, 4 * d, a, s, depth, factor, t.row_sums)
@@ -224,12 +224,12 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
         return
     dot_length = dot_length_of(p, item)
     D, panel, panels = up(p.head_dim, W), row // PANEL, (R + PANEL - 1) // PANEL
-    coming = get_i64(t.coming)
+    next_count = get_i64(t.next_count)
     full = unmasked and bound > F(0) and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
-    if full and max_free_softmax(p, t, panel, panels, coming, D, dot_length, end - tile):
+    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, end - tile):
         return
     vectors = min(PANEL, up(R - row, W)) // W
-    scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1)
+    scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1)
     for c in range(vectors):
         lo, hi = vector_span(t, row + c * W, tile, end)
         if lo < hi:
