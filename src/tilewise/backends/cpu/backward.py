@@ -22,6 +22,7 @@ from .threads import pool, yield_thread
 
 
 def prepare(problem: Problem) -> Plan:
+    """The plan of a backward pass, with the `LaunchTemplate` of its calls."""
     p = problem
     rows, keys = config.backward_tile(p)
     threads = config.threads_for(p, torch.get_num_threads())
@@ -114,6 +115,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
 
 
 def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
+    """The gradient of sinks, [H], from delta [B, H, Lq]."""
     assert t.sinks is not None
     assert t.lse is not None
     share = torch.where(t.lse.isfinite(), (t.sinks[:, None] - t.lse).exp() * delta, 0.0)

@@ -54,10 +54,12 @@ def uses_bf16_dot_qk(p: Problem) -> bool:
 
 
 def is_bf16_qk(p: Problem) -> bool:
+    """Whether q and K are bf16."""
     return PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
 
 
 def is_decode(p: Problem) -> bool:
+    """Whether all rows of a call take the decode mainloop."""
     return p.group * own_rows(p) <= DECODE_ROWS or uses_bf16_dot_decode(p)
 
 

@@ -165,6 +165,7 @@ def value_source(p):
 
 @jit
 def kv_location(p, item, kv_start, selected):
+    """The location of the keys of a work item; `selected`: the address of a list, or 0."""
     return KVLocation(types.int64(0) if p.cu_k else item.b, item.head, kv_start, selected)
 
 

@@ -45,6 +45,7 @@ class LaunchTemplate:
 
 
 def prepare(problem: Problem) -> Plan:
+    """The plan of a problem, with the `LaunchTemplate` of its calls."""
     p = problem
     template = make_template(p, torch.get_num_threads())
     params, threads = template.params, template.params.threads
@@ -283,6 +284,7 @@ def check_tables(p: Problem, t: Tensors) -> None:
 
 
 def run(plan: Plan, t: Tensors) -> None:
+    """Runs a call that is not bound (`bind`)."""
     check_tables(plan.problem, t)
     params, kept = make_params(plan, t)
     launcher((params,), plan.detail.scratch, kept)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)

@@ -18,6 +18,7 @@ from .numba_patches import link_callees, modules_only
 
 
 def signature(fn: Callable[..., Any], result: Any) -> Any:
+    """Of a kernel: all its arguments are int64."""
     return result(*[types.int64] * len(inspect.signature(fn).parameters))
 
 

@@ -19,6 +19,8 @@ from .targets import TARGETS, machine_of
 
 
 class Cpu(NamedTuple):
+    """A CPU that plans can be made for."""
+
     about: str
     target: str  # of `targets.py`
     cache: int  # bytes of a core's L2 cache

@@ -18,6 +18,7 @@ CACHE_LINE = 64  # bytes
 
 
 def fields(names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
+    """The fields of a struct, by their names."""
     return [(name, kind) for name in names.split()]
 
 

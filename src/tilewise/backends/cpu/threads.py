@@ -54,6 +54,7 @@ class ScratchBuffer:
         self.size = self.start = 0
 
     def address(self, size: int) -> int:
+        """The address of at least `size` bytes."""
         if self.size < size:
             self.memory = np.empty(size + CACHE_LINE, dtype=np.uint8)
             self.size = size if size <= MOST_KEPT else 0

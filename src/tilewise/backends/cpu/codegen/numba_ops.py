@@ -77,6 +77,7 @@ params_at, item_at, gradients_at, task_at, team_at = map(struct_at, (PARAMS, WOR
 
 @njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)
 def up(n, to):
+    """n rounded up to a multiple of `to`."""
     return (n + to - 1) // to * to
 
 
@@ -93,6 +94,7 @@ def back_off(spins, yield_thread):
 
 @jit
 def fill(address, start, end, value):
+    """Writes `value` to floats `start` to `end`."""
     for j in range(start, end):
         put_f32(address + 4 * j, value)
 

@@ -78,6 +78,7 @@ def load_tile_config(e: Emit, tile_config: Value) -> None:
 
 @microkernel("")
 def release(e: Emit) -> None:
+    """Gives the tile registers back."""
     _tile(e, "tilerelease")
 
 

@@ -134,6 +134,7 @@ def quantise_queries(to, q, rows, width, dtype):  # type: ignore[no-untyped-def]
 
 @jit
 def are_quantised(queries, width):  # type: ignore[no-untyped-def]
+    """Whether `quantise_queries` could pack the rows."""
     return get_f32(queries + 4 * query_words(width) - 4) >= F(0)
 
 

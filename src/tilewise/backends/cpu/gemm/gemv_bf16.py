@@ -43,6 +43,7 @@ def pack_pairs(to, row, r, rows, words):  # type: ignore[no-untyped-def]
 
 
 def make_qk(rows: int) -> Any:
+    """Scores of a block of `rows` query rows."""
     vectors = 2 if rows > 1 else 1  # with more, loads would be the bottleneck
     words = vectors * W // rows
 
@@ -82,6 +83,8 @@ def make_qk(rows: int) -> Any:
 
 
 def make_pv(rows: int, vectors: int) -> Any:
+    """Adds to `vectors` vectors of columns of a block of `rows` rows."""
+
     @microkernel("iiiiii")
     def pv(e: Emit, acc: Value, width: Value, p: Value, table: Value, start: Value, pairs: Value) -> None:
         """acc[rows, vectors * W] += p v over `pairs` pairs of keys, of V's columns from byte `start` of a row on."""

@@ -27,6 +27,7 @@ BYTES = 4 * W  # of a vector
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
+    """Whether integer dots multiply rows of this storage format and width."""
     return has_sdot() and fits(stored, width)
 
 

@@ -27,6 +27,7 @@ KEYS = 16  # of a block of scores
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
+    """Whether integer dots multiply rows of this storage format and width."""
     return has_vnni() and fits(stored, width)
 
 

@@ -24,6 +24,7 @@ W_ = np.int64(W)
 
 @jit
 def has_nan(row, lo, hi):
+    """Whether one of the scores `lo` to `hi` of a row is NaN."""
     for j in range(lo, hi):
         x = get_f32(row + 4 * j)
         if x != x:
@@ -33,6 +34,7 @@ def has_nan(row, lo, hi):
 
 @jit
 def alibi_cells(p, t, item, r, row, origin, count):
+    """Subtracts the ALiBi bias from `count` scores of row r, over keys from `origin` on."""
     slope, position, stride = get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r), affine(p, item.b, ZERO).k_stride
     vectors, distance = up(count, W) // W, position - stride * origin
     if p.indices:

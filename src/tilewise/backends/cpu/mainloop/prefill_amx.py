@@ -193,6 +193,7 @@ def amx_gemm(dtype):
 
     @jit_parts
     def epilogue(p, t, w, R):
+        """Releases the tiles and unpacks the sums."""
         release()
         unpack_acc(t, w, R, up(p.value_dim, W), up(p.value_dim, BLOCK))
 
