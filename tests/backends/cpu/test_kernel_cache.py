@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import resource
 import signal
 import stat
@@ -129,6 +130,16 @@ def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):
     monkeypatch.undo()
     later = njit(lambda x, y: max(third(x), y))  # Numba's own way, over functions that were compiled for a kernel
     assert [later(2, 5), later(2, 50)] == [9, 50]
+
+
+def test_constants_that_kernels_take_from_core_are_in_the_digest():
+    """Else code that was compiled with other constants would be used."""
+    package, used = Path(kernel_cache.__file__).parent, set()
+    for file in (package / name for name in ("codegen", "gemm", "mainloop")):
+        for source in file.glob("*.py"):
+            for module, names in re.findall(r"^from \.{4}core\.(\w+) import (.+)$", source.read_text(), re.MULTILINE):
+                used |= {f"{module}.py" for name in re.findall(r"\w+", names) if name.isupper()}
+    assert {"large_lse.py", "storage.py"} <= used <= set(kernel_cache.CORE_SOURCES)
 
 
 @pytest.mark.usefixtures("silent")

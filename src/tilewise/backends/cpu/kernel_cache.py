@@ -40,6 +40,7 @@ STALE = 3600  # seconds after which a file that was never put in place is remove
 # No link is followed, a pipe that nobody writes to is not waited for, and on Windows bytes stay as they are.
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
+CORE_SOURCES = ("large_lse.py", "mask_rules.py", "storage.py")  # files of `core` with constants of kernels
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
@@ -61,7 +62,7 @@ def cache_directory() -> Path:
 def sources() -> str:
     """A digest of the kernels' sources."""
     digest, package = hashlib.sha256(), Path(__file__).parent
-    core = [package.parents[1] / "core" / name for name in ("mask_rules.py", "storage.py")]
+    core = [package.parents[1] / "core" / name for name in CORE_SOURCES]
     for source in [*sorted(package.rglob("*.py")), *core]:
         digest.update(source.read_bytes())
     return digest.hexdigest()
