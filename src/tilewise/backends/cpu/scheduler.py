@@ -153,29 +153,30 @@ def schedule(params, order):
         _, q_len, _, kv_len, offset = sequence(p, b)
         positions = affine(p, b, offset)
         block = max(1, own_rows(p, q_len))
-        each = (block + p.tile_rows - 1) // p.tile_rows
-        for tile in range((q_len + block - 1) // block * each - 1, -1, -1):  # the last rows see the most if causal
-            row = tile // each * block + tile % each * p.tile_rows
-            n = min(p.tile_rows, q_len - row, tile // each * block + block - row)
+        block_tiles = (block + p.tile_rows - 1) // p.tile_rows
+        # Backwards: if causal, the last rows see the most.
+        for tile in range((q_len + block - 1) // block * block_tiles - 1, -1, -1):
+            row = tile // block_tiles * block + tile % block_tiles * p.tile_rows
+            n = min(p.tile_rows, q_len - row, tile // block_tiles * block + block - row)
             if n <= 0:
                 continue
             lo, hi = rows_span(p, positions, row, n, kv_len)
             last = kv_len
             if p.block:
                 lo, hi, last = 0, p.max_selected, p.max_selected
-            start, parts, size = 0, 1, p.split_size
+            first, splits, size = 0, 1, p.split_size
             if p.split_few and group * own_rows(p, q_len) > p.decode_rows:
                 size = 0
             if size and lo < hi:
-                start = lo // size
-                parts = (hi + size - 1) // size - start
-            for part in range(parts):  # outer loop: heads of a page then share TLB entries
+                first = lo // size
+                splits = (hi + size - 1) // size - first
+            for split in range(splits):  # outer loop: heads of a page then share TLB entries
                 for head in range(p.kv_heads):
                     item = item_at(p.work_items + count * WORK_ITEM_BYTES)
                     item.b, item.head, item.row, item.rows = b, head, row, n
-                    item.start = (start + part) * size
+                    item.start = (first + split) * size
                     item.end = min(last, item.start + size) if size else last
-                    item.split, item.splits = part, parts
+                    item.split, item.splits = split, splits
                     count += 1
     p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
 

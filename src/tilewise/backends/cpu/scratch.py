@@ -41,6 +41,7 @@ BackwardScratch = namedtuple(
 
 @register_jitable(error_model="numpy")  # Python calls it too, without compiling it
 def round_up(n, to):
+    """n rounded up to a multiple of `to`; in kernels also `up`."""
     return (n + to - 1) // to * to
 
 
@@ -64,22 +65,22 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         k_next=8 * keys,  # addresses of the next tile's rows
         v_next=8 * keys,
         next_count=WORD,  # how many of them
-        k_scales=4 * keys * GROUPS,
+        k_scales=4 * keys * GROUPS,  # [groups, keys]
         v_scales=4 * keys * GROUPS,
-        m=each_row,
-        l=each_row,
-        alpha=each_row,
-        slopes=each_row,
-        lo=each_row,
+        m=each_row,  # [rows]: running max
+        l=each_row,  # row sums
+        alpha=each_row,  # rescale factors
+        slopes=each_row,  # of ALiBi
+        lo=each_row,  # key spans
         hi=each_row,
-        positions=each_row,
+        positions=each_row,  # of queries
         some_lo=each_row,  # keys that any row of a block of ROWS sees
         some_hi=each_row,
         all_lo=each_row,  # keys that all rows of a vector see
         all_hi=each_row,
-        mask_rows=4 * W * keys,  # of one vector of query rows
-        mask_columns=4 * W * keys,
-        states=8 * heads,  # of the mask
+        mask_rows=4 * W * keys,  # [W, keys], of one vector of query rows
+        mask_columns=4 * W * keys,  # [keys, W]
+        states=8 * heads,  # of the mask's tile
         selected=SELECTED_BYTES * selected,  # selected keys: see `mainloop/selected_keys.py`
         selected_order=4 * selected,
         selected_count=WORD,
@@ -90,7 +91,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         s=4 * max(keys * PANEL, head_batch * decoded * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
         keys=4 * keys * D,  # [keys, D], converted to float32
         values=4 * keys * Dv,  # [keys, Dv], converted to float32
-        # V in panels; decode's queries as tiles, limbs or pairs
+        # V in strips of columns; decode's queries as tiles, limbs or pairs
         packed=max(4 * keys * Dv, min(4 * rows * D, HEAD_BATCH), 2 * decoded * D),
         nonfinite=4 * keys * Dv,  # V's non-finite values
         weights=4 * SCORES * DECODE_ROWS * ((value_dim + 31) // 32),  # [groups, rows, keys]
