@@ -187,7 +187,7 @@ def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
-FEW_KEYS = 96  # keys of a decode tile: always the same, since a row's bits depend on it
+DECODE_TILE_KEYS = 96  # keys of a decode tile: always the same, since a row's bits depend on it
 
 
 def tile_keys(parts: int) -> int:
@@ -195,7 +195,7 @@ def tile_keys(parts: int) -> int:
 
     AMX (`parts` above 0) loads and stores its sums for each tile of keys, so more keys are better.
     """
-    return 256 if parts else FEW_KEYS
+    return 256 if parts else DECODE_TILE_KEYS
 
 
 def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) -> int:

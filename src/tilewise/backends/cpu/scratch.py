@@ -12,7 +12,7 @@ from numba.extending import intrinsic, register_jitable
 
 from .codegen.numba_ops import jit
 from .codegen.vector import I64, W
-from .config import DECODE_ROWS, FEW_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
+from .config import DECODE_ROWS, DECODE_TILE_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
 from .gemm.amx import BLOCK
 from .gemm.fp32 import KEYS, PANEL
 from .params import CACHE_LINE, SELECTED_BYTES
@@ -21,7 +21,7 @@ from .params import CACHE_LINE, SELECTED_BYTES
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
 CHUNK = np.int64(48)  # keys that are summed at once in P V
 TAIL = np.int64(32)  # extra keys that the last decode tile of a sequence may have
-SCORES = np.int64(FEW_KEYS + TAIL)  # of a row in a decode tile
+SCORES = np.int64(DECODE_TILE_KEYS + TAIL)  # of a row in a decode tile
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # most scales of a row
 HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)

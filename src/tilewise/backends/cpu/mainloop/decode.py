@@ -14,7 +14,7 @@ from ..codegen.calls import call_pv, call_qk
 from ..codegen.load_store import copy_checked, get_i32, put_i64
 from ..codegen.numba_ops import ONE, ZERO, F, item_at, jit, params_at, row_to_f32, up
 from ..codegen.vector import W
-from ..config import FEW_KEYS
+from ..config import DECODE_TILE_KEYS
 from ..gemm.fixed_point import are_finite, are_quantised, quantise_queries, query_words
 from ..kv_access import (
     KEY_PAD,
@@ -30,7 +30,7 @@ from ..kv_access import (
 from ..params import WORK_ITEM_BYTES
 from ..scratch import PAD, SCORES, TAIL, partition, replacing, table_size
 from .decode_products import (
-    TILE_KEYS,
+    MATRIX_KEYS,
     add_values,
     in_place_qk,
     keys_of_head,
@@ -45,8 +45,8 @@ from .rows import init_rows
 from .selected_keys import first_key, list_selected, selected_list
 
 W_ = np.int64(W)
-LEAST_TILE_ROWS = 8  # from this many query rows on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
-TILE = np.int64(FEW_KEYS)
+LEAST_MATRIX_ROWS = 8  # from this many query rows on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
+BK = np.int64(DECODE_TILE_KEYS)
 
 
 item_scratch = replacing("acc k_table v_table m l slopes lo hi positions q s packed")
@@ -68,7 +68,7 @@ def decode(params, scratch, address):
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
-    by_matrix = p.matrix_qk != 0 and (p.bf16_dot != 0 or R >= LEAST_TILE_ROWS)
+    by_matrix = p.matrix_qk != 0 and (p.bf16_dot != 0 or R >= LEAST_MATRIX_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
     batched = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
     first, last = ZERO, ZERO
@@ -88,16 +88,16 @@ def decode(params, scratch, address):
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last, _ = init_rows(p, t, item, R, Dv)  # the same for all of them
     start = first_key(p, item)
-    tile = start + max(0, first - start) // TILE * TILE
+    tile = start + max(0, first - start) // BK * BK
     while tile < last:
-        size = TILE if p.mask or has_bias(p) or last - tile > TILE + TAIL else TILE + TAIL
+        size = BK if p.mask or has_bias(p) or last - tile > BK + TAIL else BK + TAIL
         origin, end = max(tile, first), min(tile + size, last)
         if batched and all_see(shared, R, origin, end) and not has_bias_or_tree(p, item.b, end):
             decode_head_batch(p, shared, address, kv_start, R, origin, end, last)
         else:
             for n in range(p.head_batch):
                 item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
-                unmasked, skipped = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
+                unmasked, skipped = read_states(p, item, t.states, tile, max(end, min(tile + BK, kv_len)))
                 if not skipped:
                     unmasked &= all_see(t, R, origin, end)
                     at = kv_location(p, item, kv_start, selected_list(p, t))
@@ -156,7 +156,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
     qk, q, ldq, width = in_place_qk(p, t, D)
     k_distance, pad = p.prefetch_distance, KEY_PAD
-    tiled = count // TILE_KEYS * TILE_KEYS if by_matrix and unmasked else ZERO
+    tiled = count // MATRIX_KEYS * MATRIX_KEYS if by_matrix and unmasked else ZERO
     if not unmasked or p.qk == 0:
         rows_to_f32(p, k, at, t.k_table, t.keys, origin, count, PAD)
         qk, q, ldq, width, k_distance = p.qk_f32, t.q, D, D, ZERO

@@ -16,7 +16,7 @@ from ..kv_access import KEY_PAD, query_row
 from ..scratch import CHUNK, SCORES
 
 FOUR = np.int64(4)
-TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # AMX
+MATRIX_ROWS, MATRIX_KEYS = np.int64(16), np.int64(32)  # of AMX: query rows; keys, and elements, of a block
 HEAD_BYTES = np.int64(4096)  # of one head's keys at a time
 
 
@@ -33,7 +33,7 @@ def pack_queries(p, t, item, q_start, R):
                 pack_pairs(t.packed + 4 * r * words, row, i - r, n, words)
             r += n
         return
-    clear(t.keys, TILE_ROWS * words)
+    clear(t.keys, MATRIX_ROWS * words)
     for r in range(R):
         copy_checked(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
     for d in range(0, words, W):
@@ -45,7 +45,7 @@ def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled)
     """s [R, count] = q k^T, the first `tiled` keys by `matrix_qk`; prefetches V's first rows."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
-        steps = p.head_dim // TILE_KEYS
+        steps = p.head_dim // MATRIX_KEYS
         call_matrix(p.matrix_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
     if tiled < count:
         n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
