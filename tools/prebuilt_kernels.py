@@ -66,16 +66,16 @@ def make(folder: Path, target: str, names: Sequence[str]) -> None:
     from tilewise.backends.cpu.gemm import amx
 
     amx.usable = lambda: "amx-tile" in TARGETS[target].features
-    from tilewise.backends.cpu import compiler, prebuilt
+    from tilewise.backends.cpu import compiler, object_code, prebuilt
 
     size = 0
-    for name in names or compiler.ALL:
+    for name in names or compiler.KERNELS:
         fn, symbol, result = compiler.definition(name)
-        code = compiler.object_code(fn, symbol, result)
+        code = object_code.emit_object(fn, symbol, result)
         check(code, symbol, machine_of(triple))
         prebuilt.write(folder, symbol, target, code)
         size += len(code)
-    count = len(names or compiler.ALL)
+    count = len(names or compiler.KERNELS)
     print(f"{target}: {count} kernels, {size / 2**20:.1f} MiB, {time.process_time():.0f} s of a core", flush=True)
 
 

@@ -23,9 +23,10 @@ from numba import njit
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilewise.backends.cpu.codegen.bf16_dot import dot_pairs, has_bf16
 from tilewise.backends.cpu.codegen.vector import Emit, Value, W, microkernel
+from tilewise.backends.cpu.gemm.backward import gemm_rows_bf16
 from tilewise.backends.cpu.gemm.fp32 import KEYS, PANEL
-from tilewise.backends.cpu.gemm.gradient import dot_pairs, gemm_rows_bf16, has_bf16
 from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.report import aligned, write_json
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tilewise.backends.cpu import compiler
+from tilewise.backends.cpu import object_code
 from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 
 
@@ -25,7 +25,7 @@ def no_compiler(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "_FunctionCompiler", refuse)
+    monkeypatch.setattr(object_code, "_FunctionCompiler", refuse)
 
 
 def said():

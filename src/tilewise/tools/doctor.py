@@ -213,7 +213,7 @@ def _kept_kernels() -> str:
     from ..backends.cpu import compiler
 
     brought, kept = compiler.on_disk()
-    done, every = len(brought | kept), len(compiler.ALL)
+    done, every = len(brought | kept), len(compiler.KERNELS)
     words = f"{done} of {every} compiled" + f", {len(brought)} of them prebuilt, from the package" * bool(brought)
     return words + ("" if done == every else "; `tilewise warmup` compiles the rest")
 

@@ -26,15 +26,15 @@ def warmup() -> int:
     from ..backends.cpu import compiler, kernel_cache
 
     start = time.perf_counter()
-    with Screen(len(compiler.ALL)) as screen:
-        for done, name in enumerate(compiler.ALL, start=1):
+    with Screen(len(compiler.KERNELS)) as screen:
+        for done, name in enumerate(compiler.KERNELS, start=1):
             screen.step(name)
             compiler.function(name)
-            screen.print(f"{done:2} of {len(compiler.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s")
+            screen.print(f"{done:2} of {len(compiler.KERNELS)}  {name:14} {time.perf_counter() - start:6.1f} s")
     brought, kept = compiler.on_disk()
     if brought:
         print(f"{len(brought)} prebuilt, from the package")
-    if len(brought | kept) < len(compiler.ALL):
+    if len(brought | kept) < len(compiler.KERNELS):
         print(f"not all could be kept in {kernel_cache.cache_directory()}")
         return 1
     if kept - brought:

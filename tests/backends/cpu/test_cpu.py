@@ -134,7 +134,7 @@ class TestVectors:
 
     @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "int8", "fp8_e4m3"])
     @pytest.mark.parametrize("width", [1, W - 1, W, 5 * W + 3])
-    def test_every_bit_pattern_widens(self, kind, width, address):
+    def test_every_bit_pattern_is_converted(self, kind, width, address):
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8,
                  "fp8_e4m3": torch.float8_e4m3fn}[kind]  # fmt: skip
         size = dtype.itemsize
@@ -148,7 +148,7 @@ class TestVectors:
                 continue  # the ends hold infinities, NaN and the smallest numbers
             part = raw[start : start + width].clone()
             to = address(np.full(up_to(width), 7.0))
-            call_widen(to.ctypes.data, part.data_ptr(), CODES[kind], width, up_to(width), ones.data_ptr())
+            call_row_to_f32(to.ctypes.data, part.data_ptr(), CODES[kind], width, up_to(width), ones.data_ptr())
             want = part.float().numpy()
             assert np.array_equal(to[:width], want, equal_nan=True)
             assert (to[width:] == 0).all() or np.isnan(to[width:]).all()
@@ -159,8 +159,8 @@ def up_to(width):
 
 
 @njit
-def call_widen(to, source, dtype, width, padded, scales):
-    numba_ops.widen_row(to, source, dtype, width, padded, scales, 0, 128)
+def call_row_to_f32(to, source, dtype, width, padded, scales):
+    numba_ops.row_to_f32(to, source, dtype, width, padded, scales, 0, 128)
 
 
 def test_heads_of_pages_are_read_together():

@@ -11,8 +11,8 @@ from tilewise import attention, paged_attention, plan
 pytest.importorskip("numba")
 
 from tilewise.backends.cpu import config, launch
+from tilewise.backends.cpu.codegen.bf16_dot import has_bf16
 from tilewise.backends.cpu.gemm import amx
-from tilewise.backends.cpu.gemm.gradient import has_bf16
 from tilewise.core.storage import FORMATS
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
@@ -30,13 +30,13 @@ def latent(q_len=1, heads=16, **changes):
 
 @needs_bf16
 @pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (16, 1), (128, 1), (128, 4), (16, 300)])
-def test_rows_of_latent_attention_are_decoded_by_pairs(heads, q_len):
+def test_rows_of_latent_attention_are_decoded_by_bf16_dots(heads, q_len):
     p = latent(q_len, heads)
-    made = launch.make_launch(p, 2)
+    template = launch.make_template(p, 2)
     assert config.is_decode(p)
-    assert made.params.pairs
-    assert (made.params.prefill, made.params.prefill_amx) == (0, 0)
-    assert launch.kernels(p, 0, False)["amx_qk"] == "bf16_qk"
+    assert template.params.bf16_dot
+    assert (template.params.prefill, template.params.prefill_amx) == (0, 0)
+    assert launch.kernels(p, 0, False)["matrix_qk"] == "bf16_qk"
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_rows_of_latent_attention_are_decoded_by_pairs(heads, q_len):
     ],
 )
 def test_other_calls_are_not(changes):
-    assert not config.takes_pairs(latent(**changes))
-    assert not launch.make_launch(latent(**changes), 1).params.pairs
+    assert not config.uses_bf16_dot_decode(latent(**changes))
+    assert not launch.make_template(latent(**changes), 1).params.bf16_dot
 
 
 @needs_bf16
@@ -103,6 +103,6 @@ def test_the_plan_says_so():
 
 def test_a_row_is_read_once():
     """Nothing of V is prefetched, and the bytes that a call reads are K's."""
-    apart, inside = (launch.make_launch(latent(v_in_k=v_in_k), 1).params for v_in_k in (False, True))
+    apart, inside = (launch.make_template(latent(v_in_k=v_in_k), 1).params for v_in_k in (False, True))
     assert (apart.k_row, apart.v_row, inside.k_row, inside.v_row) == (1152, 1024, 1152, 0)
     assert config.bytes_read(latent()) * (576 + 512) == config.bytes_read(latent(v_in_k=False)) * 576

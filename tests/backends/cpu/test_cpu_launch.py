@@ -124,7 +124,7 @@ def test_an_error_of_a_worker_is_raised_and_the_threads_are_free(monkeypatch):
 
 
 def test_large_scratch_memory_is_given_back():
-    scratch = threads.Scratch()
+    scratch = threads.ScratchBuffer()
     scratch.address(threads.MOST_KEPT + 1)
     assert scratch.memory.nbytes > threads.MOST_KEPT
     scratch.address(1000)

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import resource
 import signal
 import stat
@@ -24,6 +25,7 @@ from tilewise.backends.cpu import compiler, kernel_cache
 from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 from tilewise.backends.cpu.codegen.numba_ops import ONE, jit
 from tilewise.backends.cpu.linker import link
+from tilewise.backends.cpu.object_code import emit_object
 from tilewise.core import cache_home
 from tilewise.kv_cache import block_loops
 from tiny_kernel import adding, no_compiler, run_tiny, said
@@ -36,7 +38,7 @@ KEY = bytes(range(32))
 def home(monkeypatch, tmp_path):
     """An empty place, and nothing said yet."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
     return tmp_path / "kept"
 
 
@@ -51,7 +53,7 @@ def kept():
 
 def key_of(name="tiny"):
     signature, codegen = compiler.types.void(compiler.types.int64), compiler.cpu_target.target_context.codegen()
-    return kernel_cache.Kept(name).key(signature, codegen.magic_tuple())
+    return kernel_cache.CachedKernel(name).key(signature, codegen.magic_tuple())
 
 
 @pytest.fixture
@@ -115,10 +117,10 @@ def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):
     def once(address):
         put_i64(address, max(get_i64(address), ONE))
 
-    compiler.object_code(once, "once")  # Numba's runtime and its `max` are then compiled, whatever ran before
+    emit_object(once, "once")  # Numba's runtime and its `max` are then compiled, whatever ran before
     links, before = [], (ModuleRef.link_in, event.start_event, types.Record.__repr__)
     monkeypatch.setattr(ModuleRef, "link_in", lambda *args, **kws: links.append(args) or before[0](*args, **kws))
-    code = compiler.object_code(kernel, "linked")
+    code = emit_object(kernel, "linked")
     assert len(links) == 4 + 1 + 4  # a module for each function and the entry, and those of what is called
     number = np.array([10], dtype=np.int64)
     link(code, "linked").entry(number.ctypes.data)
@@ -128,6 +130,16 @@ def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):
     monkeypatch.undo()
     later = njit(lambda x, y: max(third(x), y))  # Numba's own way, over functions that were compiled for a kernel
     assert [later(2, 5), later(2, 50)] == [9, 50]
+
+
+def test_constants_that_kernels_take_from_core_are_in_the_digest():
+    """Else code that was compiled with other constants would be used."""
+    package, used = Path(kernel_cache.__file__).parent, set()
+    for file in (package / name for name in ("codegen", "gemm", "mainloop")):
+        for source in file.glob("*.py"):
+            for module, names in re.findall(r"^from \.{4}core\.(\w+) import (.+)$", source.read_text(), re.MULTILINE):
+                used |= {f"{module}.py" for name in re.findall(r"\w+", names) if name.isupper()}
+    assert {"large_lse.py", "storage.py"} <= used <= set(kernel_cache.CORE_SOURCES)
 
 
 @pytest.mark.usefixtures("silent")
@@ -170,7 +182,7 @@ def test_a_damaged_file_is_compiled_again_and_said_once(damage, monkeypatch):
     no_compiler(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(kernel_cache, "_said", set())
+        monkeypatch.setattr(kernel_cache, "_warned", set())
         assert [compile_tiny(name) for name in ("tiny", "second")] == [42, 42]
 
 
@@ -184,9 +196,9 @@ def test_code_of_another_kernel_is_not_loaded():
     kept().write_bytes(code)
     with said():
         assert compile_tiny("other", adds=2) == 43
-    assert kernel_cache.Kept("a", "1").name == kernel_cache.Kept("a", "2").name
+    assert kernel_cache.CachedKernel("a", "1").name == kernel_cache.CachedKernel("a", "2").name
     cases = itertools.product("ab", "12", ("()", "(int64)"), ("znver4", "haswell"))
-    assert len({kernel_cache.Kept(name, stamp).key(sig, cpu) for name, stamp, sig, cpu in cases}) == 16
+    assert len({kernel_cache.CachedKernel(name, stamp).key(sig, cpu) for name, stamp, sig, cpu in cases}) == 16
 
 
 def test_an_entry_takes_as_many_whole_numbers_as_its_kernel():
@@ -205,7 +217,7 @@ def test_an_entry_takes_as_many_whole_numbers_as_its_kernel():
 def evil():
     """A file with the right digest, as anybody can write it: another kernel's code."""
     compile_tiny()
-    kernel_cache.write(kept().name, key_of(), compiler.object_code(adding(2), "tiny"))
+    kernel_cache.write(kept().name, key_of(), emit_object(adding(2), "tiny"))
 
 
 def test_the_planted_file_would_do_harm():
@@ -358,7 +370,7 @@ def test_processes_at_once_leave_one_whole_file(monkeypatch):
 HOLDER = """
 import sys, time
 from tilewise.backends.cpu import kernel_cache
-with kernel_cache.alone({file!r}):
+with kernel_cache.file_lock({file!r}):
     print("alone", flush=True)
     time.sleep(600)
 """
@@ -367,7 +379,7 @@ with kernel_cache.alone({file!r}):
 @pytest.fixture
 def holder(home):
     """Another process that is compiling the tiny kernel."""
-    code = HOLDER.format(file=kernel_cache.Kept("tiny").file(key_of()))
+    code = HOLDER.format(file=kernel_cache.CachedKernel("tiny").file(key_of()))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"alone\n"
     yield process
@@ -376,13 +388,13 @@ def holder(home):
 
 
 def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatch):
-    contents = compiler.object_code(adding(1), "tiny")
+    contents = emit_object(adding(1), "tiny")
     waits = []
 
     def sleep(_):
         waits.append(1)
         if len(waits) == 3:  # the other one is done
-            kernel_cache.write(kernel_cache.Kept("tiny").file(key_of()), key_of(), contents)
+            kernel_cache.write(kernel_cache.CachedKernel("tiny").file(key_of()), key_of(), contents)
             holder.kill()
             holder.wait()
 
@@ -394,7 +406,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatc
 
 def test_a_process_that_dies_or_hangs_is_not_waited_for(holder, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(kernel_cache, "PATIENCE", 0)
+        patched.setattr(kernel_cache, "LOCK_WAIT", 0)
         assert compile_tiny() == 42  # it hangs
     kept().unlink()
     holder.kill()

@@ -11,6 +11,7 @@ import pytest
 
 import prebuilt_kernels
 from tilewise.backends.cpu import compiler, kernel_cache, prebuilt
+from tilewise.backends.cpu.object_code import emit_object
 from tilewise.backends.cpu.targets import TARGETS, V3, V4, matching
 from tilewise.tools import doctor
 from tiny_kernel import adding, no_compiler, run_tiny, said
@@ -24,7 +25,7 @@ BF16 = f"{V4} avx512vnni avx512bf16"
 def home(monkeypatch, tmp_path):
     """An empty place for kept kernels, and nothing said yet."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
     return tmp_path / "kept"
 
 
@@ -71,7 +72,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "definition", lambda name: (adding(1), name, compiler.types.void))
     monkeypatch.setattr(compiler, "_kernels", {})
     prebuilt.target.cache_clear()
-    prebuilt.write(prebuilt.FOLDER, "tiny", "avx2", compiler.object_code(adding(1), "tiny"))
+    prebuilt.write(prebuilt.FOLDER, "tiny", "avx2", emit_object(adding(1), "tiny"))
     yield prebuilt.FOLDER / "avx2" / "tiny.o"
     prebuilt.target.cache_clear()
 
@@ -109,10 +110,10 @@ def spoil(how, file, monkeypatch):
     elif how == "of other sources":
         monkeypatch.setattr(prebuilt, "sources", lambda: "other")
     elif how == "of another target":
-        prebuilt.write(file.parent.parent, "tiny", "avx512vnni", compiler.object_code(adding(2), "tiny"))
+        prebuilt.write(file.parent.parent, "tiny", "avx512vnni", emit_object(adding(2), "tiny"))
         (file.parent.parent / "avx512vnni" / "tiny.o").replace(file)
     else:
-        prebuilt.write(file.parent.parent, "other", "avx2", compiler.object_code(adding(2), "tiny"))
+        prebuilt.write(file.parent.parent, "other", "avx2", emit_object(adding(2), "tiny"))
         file.with_name("other.o").replace(file)
 
 
@@ -158,7 +159,7 @@ def test_tiles_that_may_not_be_used_are_not_there(folder, monkeypatch):
 
 
 def test_what_is_prebuilt_is_counted(folder, monkeypatch):
-    monkeypatch.setattr(compiler, "ALL", ["tiny", "second"])
+    monkeypatch.setattr(compiler, "KERNELS", ["tiny", "second"])
     assert compiler.on_disk() == ({"tiny"}, set())
     assert doctor._kept_kernels().startswith("1 of 2 compiled, 1 of them prebuilt, from the package; `tilewise warmup`")
     compiler.compile_function(adding(1), "second")
@@ -178,7 +179,7 @@ def test_a_forked_process_goes_on_with_its_parents_and_loads_its_own(folder, mon
 
 
 def test_an_object_defines_its_kernel_and_needs_nothing_of_numba():
-    defined, wanted = prebuilt_kernels.symbols(compiler.object_code(adding(1), "tiny"))
+    defined, wanted = prebuilt_kernels.symbols(emit_object(adding(1), "tiny"))
     assert defined == {"tiny", "tiny.entry"}
     assert wanted == {name for name in prebuilt_kernels.CALLED if name.startswith("Py")}
 
@@ -187,11 +188,11 @@ SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from tilewise.backends.cpu import compiler, prebuilt
+from tilewise.backends.cpu import compiler, object_code, prebuilt
 from tiny_kernel import adding, no_compiler, run_tiny, said
 prebuilt.FOLDER = Path({folder!r})
 prebuilt.cpu_features, prebuilt.machine = (lambda: set(prebuilt.TARGETS["avx2"].features)), (lambda: "x86_64")
-compiler._FunctionCompiler = None
+object_code._FunctionCompiler = None
 assert run_tiny(compiler.kernel("tiny")) == 42
 """
 
@@ -221,10 +222,10 @@ BITS = """
 import hashlib, sys, torch
 from pathlib import Path
 from tilewise import attention
-from tilewise.backends.cpu import compiler, prebuilt
+from tilewise.backends.cpu import object_code, prebuilt
 prebuilt.FOLDER = Path(sys.argv[1])
 if prebuilt.FOLDER.is_dir():
-    compiler._FunctionCompiler = None
+    object_code._FunctionCompiler = None
 torch.manual_seed(0)
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
@@ -244,7 +245,7 @@ def test_bits_are_those_of_compiled_kernels(tmp_path):
     target = matching(machine(), cpu_features() - (set() if amx.usable() else {"amx-tile", "amx-bf16"}))
     if target is None:
         pytest.skip("no target is this CPU")
-    names = [name for name in compiler.ALL if name.partition(" ")[0] in BITS_KERNELS]
+    names = [name for name in compiler.KERNELS if name.partition(" ")[0] in BITS_KERNELS]
     prebuilt_kernels.main(str(tmp_path / "prebuilt"), target, names=names)
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path / "kept")}
     bits = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -15,23 +15,24 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
-from .launch import Launch, check_tables, launcher, make_params, problem_params, same_items, schedule_items
+from .launch import LaunchTemplate, check_tables, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
-from .scratch import backward_total, round_up
-from .threads import pool
+from .scratch import backward_scratch_bytes, round_up
+from .threads import pool, yield_thread
 
 
 def prepare(problem: Problem) -> Plan:
+    """The plan of a backward pass, with the `LaunchTemplate` of its calls."""
     p = problem
     rows, keys = config.backward_tile(p)
     threads = config.threads_for(p, torch.get_num_threads())
     shared = p.mask.broadcast if p.mask is not None and "mask" in p.grads else (False, False)
-    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), give_way=give_way())
+    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows))
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
-    params.gradients = ctypes.addressof(gradients)
+    params.gradients, params.yield_thread = ctypes.addressof(gradients), yield_thread()
     bf16 = config.backward_in_bf16(p)
     params.worker = compiler.function("backward bf16" if bf16 else "backward")
-    scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
+    scratch = backward_scratch_bytes(params)
     most = p.batch * p.kv_heads * -(-p.kv_len // keys)
     items = schedule_items(params, most, "schedule_backward") if same_items(p) else None
     every_row = p.total_q if p.packed_q else p.batch * p.q_len
@@ -41,7 +42,7 @@ def prepare(problem: Problem) -> Plan:
         f"{'bf16 ' * bf16}backward, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(rows, max(1, p.q_len)), keys),
         workspace_bytes=scratch * threads + 4 * p.heads * every_row + 4 * dq_floats(p, rows),
-        detail=Launch(params, scratch, most, items, "schedule_backward", gradients),
+        detail=LaunchTemplate(params, scratch, most, items, "schedule_backward", gradients),
     )
 
 
@@ -55,16 +56,9 @@ def dq_floats(p: Problem, rows: int) -> int:
     return p.kv_heads * tiles(p, rows) * int(round_up(p.group * rows, ROWS) * round_up(p.head_dim, W))
 
 
-@cache
-def give_way() -> int:
-    """The address of a C function that yields to other threads."""
-    library = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
-    return ctypes.cast(library, ctypes.c_void_p).value or 0
-
-
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
     """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
-    p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
+    p, b, t, template = plan.problem, tensors, tensors.forward, plan.detail
     assert t.lse is not None
     if p.is_empty:
         for gradient in b.gradients().values():
@@ -74,7 +68,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         return
     check_tables(p, t)
     params, kept = make_params(plan, t)
-    g = Gradients.from_buffer_copy(launch.gradients)
+    g = Gradients.from_buffer_copy(template.gradients)
     params.gradients = ctypes.addressof(g)
     delta = torch.empty_like(t.lse)
     incoming = {"dout": b.dout, "dlse": b.dlse, "delta": delta}
@@ -82,7 +76,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         if x is not None:
             put_tensor(g, name, x)
     g.rows = delta.shape[2]
-    pool.run_kernel("delta", ctypes.addressof(params), params.threads, launch.scratch)
+    pool.run_kernel("delta", ctypes.addressof(params), params.threads, template.scratch)
     if g.large and not lse_is_right:
         large_lse.run(prepare, partial(run, lse_is_right=True), p, b)
         return
@@ -95,9 +89,9 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         if hidden:  # rows that see no key, padding rows
             b.dq.zero_()
         sums = t.lse.new_empty(dq_floats(p, params.tile_rows))  # float32
-        turns = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
-        g.dq_sums, g.turns = sums.data_ptr(), turns.data_ptr()
-        kept += [sums, turns]
+        semaphores = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
+        g.dq_sums, g.dq_semaphores = sums.data_ptr(), semaphores.data_ptr()
+        kept += [sums, semaphores]
     for of_keys in (b.dk, b.dv):
         if of_keys is not None and p.has_lengths:  # keys past a length
             of_keys.zero_()
@@ -111,7 +105,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
     if b.dk_bias is not None:
         put_tensor(g, "dk_bias", b.dk_bias.zero_())
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
-    launcher((params,), launch.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
+    launcher((params,), template.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
     if slopes is not None and b.dalibi_slopes is not None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
     if rows is not None and b.dq_bias is not None:
@@ -121,6 +115,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
 
 
 def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
+    """The gradient of sinks, [H], from delta [B, H, Lq]."""
     assert t.sinks is not None
     assert t.lse is not None
     share = torch.where(t.lse.isfinite(), (t.sinks[:, None] - t.lse).exp() * delta, 0.0)

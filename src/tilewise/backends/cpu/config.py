@@ -10,10 +10,10 @@ import numpy as np
 
 from ...core.problem import CascadeProblem, Problem
 from ...core.storage import FORMATS, PLAIN
+from .codegen.bf16_dot import has_bf16
 from .codegen.vector import W
 from .gemm import amx
 from .gemm.fp32 import PANEL
-from .gemm.gradient import has_bf16
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of the split-KV partials of a KV head: four splits for each thread take a MiB
@@ -32,30 +32,35 @@ class Config:
     partial_bytes: int  # of an item's split-KV partial
     max_work_items: int
     decode_rows: int  # most rows of a group for the decode mainloop
-    pairs: bool  # decode by pairs of bf16 numbers
+    bf16_dot: bool  # see `uses_bf16_dot_decode`
 
 
 EVERY_ROW = 1 << 40
 
 
-def takes_pairs(p: Problem) -> bool:
-    """Whether decode uses AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
+def uses_bf16_dot_decode(p: Problem) -> bool:
+    """Whether decode multiplies by AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
     whole = p.head_dim % (2 * W) == 0 and p.value_dim % (2 * W) == 0
-    bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
-    return p.v_in_k and bf16 and whole and has_bf16() and not amx.usable()
+    return p.v_in_k and is_bf16_qk(p) and whole and has_bf16() and not amx.usable()
 
 
-def multiplies_pairs(p: Problem) -> bool:
-    """Whether decode uses AVX-512 BF16 for Q K^T in tiles that all rows see.
+def uses_bf16_dot_qk(p: Problem) -> bool:
+    """Whether decode multiplies Q K^T by AVX-512 BF16 in tiles that all rows see.
 
     Not with a dense mask: which tiles those are would depend on the tile map, which must not change a bit.
     """
-    bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
-    return bf16 and p.head_dim % (2 * W) == 0 and p.mask is None and has_bf16() and not (amx.usable() or p.v_in_k)
+    whole = p.head_dim % (2 * W) == 0
+    return is_bf16_qk(p) and whole and p.mask is None and has_bf16() and not (amx.usable() or p.v_in_k)
+
+
+def is_bf16_qk(p: Problem) -> bool:
+    """Whether q and K are bf16."""
+    return PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
 
 
 def is_decode(p: Problem) -> bool:
-    return p.group * own_rows(p) <= DECODE_ROWS or takes_pairs(p)
+    """Whether all rows of a call take the decode mainloop."""
+    return p.group * own_rows(p) <= DECODE_ROWS or uses_bf16_dot_decode(p)
 
 
 def own_rows(p: Problem) -> int:
@@ -70,52 +75,70 @@ def keys_of(p: Problem) -> int:
 
 def configure(p: Problem, threads: int, parts: int) -> Config:
     """`parts`: bf16 parts of a number if AMX is used, else 0."""
+    rows, keys = query_rows(p, threads, parts), tile_keys(parts)
+    tiles = row_tiles(p, rows)
+    threads = threads_for(p, threads)
+    batched = batched_heads(p, tiles, threads)
+    split = split_keys(p, rows, keys, tiles * p.kv_heads // batched, threads, HEAD_BATCH_PIECES if batched > 1 else 4)
+    splits = -(-keys_of(p) // split) + 1 if split else 1
+    bf16_dot = uses_bf16_dot_decode(p)
+    decode_rows = EVERY_ROW if bf16_dot else DECODE_ROWS
+    partial_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
+    return Config(
+        threads=threads,
+        tile_rows=rows if batched == 1 else max(rows, batched * own_rows(p)),  # room for all heads
+        tile_keys=keys,
+        split_size=split,
+        head_batch=batched,
+        partial_bytes=4 * partial_rows * (padded_width(p) + 2) if split else 0,
+        max_work_items=tiles * p.kv_heads * splits,
+        decode_rows=decode_rows,
+        bf16_dot=bf16_dot,
+    )
+
+
+def padded_width(p: Problem) -> int:
+    """Columns of V in whole vectors."""
+    return -(-p.value_dim // W) * W
+
+
+def query_rows(p: Problem, threads: int, parts: int) -> int:
+    """Query rows of each head in a tile."""
     most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
-    pairs = takes_pairs(p)
     if p.selection is not None:
-        block = own_rows(p)
-        rows = -(-block // -(-block // rows))
-    # With pairs a row's bits depend on its tile, which then must not depend on the batch.
-    elif (not p.packed_q or p.q_len <= 1) and not pairs:
-        step = max(1, PANEL // p.group)
-        rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
-    keys = tile_keys(parts)
-    tiles = -(-p.q_len // rows) * p.batch
-    if p.selection is not None:
-        tiles = -(-p.q_len // block) * -(-block // rows) * p.batch
-    if p.packed_q:
-        tiles = min(tiles, -(-p.total_q // rows) + p.batch)
-    threads = threads_for(p, threads)
-    Dv, all_keys = -(-p.value_dim // W) * W, keys_of(p)
-    batched = 1
+        return -(-own_rows(p) // -(-own_rows(p) // rows))
+    # By AVX-512 BF16 a row's bits depend on its tile, which then must not depend on the batch.
+    if (not p.packed_q or p.q_len <= 1) and not uses_bf16_dot_decode(p):
+        return even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, max(1, PANEL // p.group))
+    return rows
+
+
+def row_tiles(p: Problem, rows: int) -> int:
+    """The most tiles of `rows` query rows of a KV head."""
+    block = max(1, own_rows(p))
+    tiles = -(-p.q_len // block) * -(-block // rows) * p.batch
+    return min(tiles, -(-p.total_q // rows) + p.batch) if p.packed_q else tiles
+
+
+def batched_heads(p: Problem, tiles: int, threads: int) -> int:
+    """KV heads that a thread processes together: see `head_batch`."""
     shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # heads share pages or lists
-    if p.group * own_rows(p) <= DECODE_ROWS and shared and p.mask is None and not p.biased:
-        row_bytes, splits = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim), tiles * max(1, all_keys // 512)
-        batched = head_batch(p.kv_heads, row_bytes, splits, threads)
+    if p.group * own_rows(p) > DECODE_ROWS or not shared or p.mask is not None or p.biased:
+        return 1
+    row_bytes = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim)
+    return head_batch(p.kv_heads, row_bytes, tiles * max(1, keys_of(p) // 512), threads)
+
+
+def split_keys(p: Problem, rows: int, keys: int, tasks: int, threads: int, each: int) -> int:
+    """Keys of a split, 0 for no splits: the caller's `split_size`, else as in `split_size` below."""
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # for sequences of few rows, in any batch
-    if not p.split_size and (is_decode(p) or every_row * 4 * Dv <= SPLIT_BYTES):
-        each = HEAD_BATCH_PIECES if batched > 1 else 4
-        split = split_size(tiles * p.kv_heads // batched, all_keys, threads, keys, each)
+    if not p.split_size and (is_decode(p) or every_row * 4 * padded_width(p) <= SPLIT_BYTES):
+        split = split_size(tasks, keys_of(p), threads, keys, each)
     if p.selection is not None and rows > 1:  # lists are sorted in whole blocks
         split = -(-split // p.selection.block) * p.selection.block
-    if split >= all_keys:
-        split = 0
-    pieces = -(-all_keys // split) + 1 if split else 1
-    decode_rows = EVERY_ROW if pairs else DECODE_ROWS
-    part_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
-    return Config(
-        threads,
-        rows if batched == 1 else max(rows, batched * own_rows(p)),  # room for all heads
-        keys,
-        split,
-        batched,
-        4 * part_rows * (Dv + 2) if split else 0,
-        tiles * p.kv_heads * pieces,
-        decode_rows,
-        pairs,
-    )
+    return split if split < keys_of(p) else 0
 
 
 def backward_tile(p: Problem) -> tuple[int, int]:
@@ -164,7 +187,7 @@ def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
-FEW_KEYS = 96  # keys of a decode tile: always the same, since a row's bits depend on it
+DECODE_TILE_KEYS = 96  # keys of a decode tile: always the same, since a row's bits depend on it
 
 
 def tile_keys(parts: int) -> int:
@@ -172,7 +195,7 @@ def tile_keys(parts: int) -> int:
 
     AMX (`parts` above 0) loads and stores its sums for each tile of keys, so more keys are better.
     """
-    return 256 if parts else FEW_KEYS
+    return 256 if parts else DECODE_TILE_KEYS
 
 
 def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) -> int:
@@ -221,11 +244,15 @@ def prefetch_distance(p: Problem) -> int:
     return PREFETCH_KEYS
 
 
+# The least work of a thread, twice the time of waking it: cpu/wake in benchmarks/cpu/LOG.md.
+THREAD_FLOPS, THREAD_BYTES = 4e6, 6e5
+
+
 def threads_for(p: Problem, threads: int) -> int:
-    """Threads to use: each must have work for twice the time of waking it, 2 MFLOP or 0.3 MB (cpu/wake in the log)."""
+    """Threads to use: as many as have enough work."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     flops = 2 * rows * p.heads * keys_of(p) * (p.head_dim + p.value_dim)
-    return max(1, min(threads, 1 + int(max(flops / 4e6, bytes_read(p) / 6e5))))
+    return max(1, min(threads, 1 + int(max(flops / THREAD_FLOPS, bytes_read(p) / THREAD_BYTES))))
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:

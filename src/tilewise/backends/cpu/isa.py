@@ -17,12 +17,12 @@ def machine() -> str:
 
 def cpu_features() -> set[str]:
     """The CPU's features, by LLVM's names."""
-    given = getattr(config, "CPU_FEATURES", None)
-    if given is None:
+    configured = getattr(config, "CPU_FEATURES", None)
+    if configured is None:
         # LLVM lists no features of a Mac's CPU, but knows them by its name.
         mac = {"neon", "dotprod"} if (platform.system(), platform.machine()) == ("Darwin", "arm64") else set()
-        return mac | {name for name, there in llvm.get_host_cpu_features().items() if there}
-    return {name[1:] for name in given.split(",") if name.startswith("+")}
+        return mac | {name for name, available in llvm.get_host_cpu_features().items() if available}
+    return {name[1:] for name in configured.split(",") if name.startswith("+")}
 
 
 def missing() -> str | None:

@@ -39,7 +39,8 @@ FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
 # No link is followed, a pipe that nobody writes to is not waited for, and on Windows bytes stay as they are.
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-PATIENCE = 60  # seconds to wait for another process; it may have been stopped
+LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
+CORE_SOURCES = ("large_lse.py", "mask_rules.py", "storage.py")  # files of `core` with constants of kernels
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
@@ -61,7 +62,7 @@ def cache_directory() -> Path:
 def sources() -> str:
     """A digest of the kernels' sources."""
     digest, package = hashlib.sha256(), Path(__file__).parent
-    core = [package.parents[1] / "core" / name for name in ("mask_rules.py", "storage.py")]
+    core = [package.parents[1] / "core" / name for name in CORE_SOURCES]
     for source in [*sorted(package.rglob("*.py")), *core]:
         digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -74,7 +75,7 @@ def fingerprint() -> str:
     return hashlib.sha256(f"{versions} {sources()}".encode()).hexdigest()[:16]
 
 
-class Kept:
+class CachedKernel:
     """The cached code of one function; `stamp` identifies its source if that is not part of `sources`."""
 
     suffix = "o"
@@ -98,17 +99,18 @@ class Kept:
         except FileNotFoundError:
             return None
         except Exception as error:  # unpickling raises anything
-            warn(error, f"{cache_directory() / file} cannot be read ({words(error)}): its kernel is compiled again")
+            warn(error, f"{cache_directory() / file} cannot be read ({describe(error)}): its kernel is compiled again")
         return None
 
     def save(self, key: bytes, contents: bytes) -> None:
         try:
             write(self.file(key), key, contents)
         except (Distrusted, OSError) as error:
-            warn(error, f"kernels cannot be kept in {cache_directory()} ({words(error)}): every process compiles them")
+            place = f"{cache_directory()} ({describe(error)})"
+            warn(error, f"kernels cannot be kept in {place}: every process compiles them")
 
 
-class KeptLoop(Kept):
+class CachedLoop(CachedKernel):
     """A compiled loop, with the interface of Numba's `FunctionCache`."""
 
     suffix = "nbc"
@@ -141,12 +143,12 @@ def read(file: str, key: bytes) -> bytes:
 def checked(file: bytes, key: bytes) -> bytes:
     """The contents of a file, if it is of this key."""
     contents = file[len(FORMAT) + 32 :]
-    if file[: len(FORMAT) + 32] != head(key, contents):
+    if file[: len(FORMAT) + 32] != header(key, contents):
         raise Damaged("its digest is wrong")
     return contents
 
 
-def head(key: bytes, contents: bytes) -> bytes:
+def header(key: bytes, contents: bytes) -> bytes:
     """The header of a file."""
     return FORMAT + hashlib.sha256(key + contents).digest()
 
@@ -159,7 +161,7 @@ def write(file: str, key: bytes, contents: bytes) -> None:
         handle = os.open(folder + draft, flags, 0o600, dir_fd=at)
         try:
             with open(handle, "wb") as opened:
-                opened.write(head(key, contents))
+                opened.write(header(key, contents))
                 opened.write(contents)
             os.replace(folder + draft, folder + file, src_dir_fd=at, dst_dir_fd=at)
         except BaseException:
@@ -170,9 +172,10 @@ def write(file: str, key: bytes, contents: bytes) -> None:
 
 
 @contextmanager
-def alone(file: str) -> Iterator[None]:
-    """A lock between processes for one file. Goes on after `PATIENCE` seconds, and where files cannot be locked. The
-    system releases the lock of a killed process.
+def file_lock(file: str) -> Iterator[None]:
+    """Locks a file against other processes. The system releases the lock of a killed process.
+
+    Goes on without after `LOCK_WAIT` seconds, and where files cannot be locked.
     """
     name, handle = f"{file}.lock", None
     with suppress(ImportError, Distrusted, OSError):
@@ -180,7 +183,7 @@ def alone(file: str) -> Iterator[None]:
 
         with _folder(create=True) as (at, folder):
             handle = os.open(folder + name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=at)
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + LOCK_WAIT
         while time.monotonic() < end:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,17 +234,17 @@ def _trust(path: Path, reason: str | None) -> None:
         raise Distrusted(f"{path} {reason}, and kept kernels are code: {REMEDY}")
 
 
-def words(error: Exception) -> str:
+def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) if isinstance(error, Distrusted | Damaged) else f"{type(error).__name__}: {error}"
 
 
-_said: set[type] = set()
+_warned: set[type] = set()
 
 
-def warn(error: Exception, words: str) -> None:
-    """Says it once, of whichever file it is seen first."""
-    if type(error) not in _said:
-        _said.add(type(error))
-        warnings.warn(f"tilewise: {words}", RuntimeWarning, stacklevel=2)
+def warn(error: Exception, message: str) -> None:
+    """Warns once for each type of error, whichever file it is."""
+    if type(error) not in _warned:
+        _warned.add(type(error))
+        warnings.warn(f"tilewise: {message}", RuntimeWarning, stacklevel=2)

@@ -34,10 +34,10 @@ from .codegen.numba_ops import (
     F,
     fill,
     jit,
+    row_to_f32,
     store_row,
     struct_at,
     up,
-    widen_row,
 )
 from .codegen.vector import F32, I8, Emit, Value, W, microkernel
 from .params import fields, offset, put_tensor, record, tensor
@@ -61,7 +61,7 @@ class WriteParams(ctypes.Structure):
 write_params_at, NEXT_PART = struct_at(record(WriteParams)), offset(WriteParams, "next_part")
 SCRATCH = 4 * 1024 + 1024  # a padded row of up to 576 floats, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
-TOKENS_OF_A_THREAD = 1 << 18  # least elements for a thread: fewer are not worth waking it
+THREAD_ELEMENTS = 1 << 18  # least work of a thread: fewer are not worth waking it
 
 
 @microkernel("ii>f")
@@ -136,7 +136,7 @@ def put_row(source, source_dtype, to, dtype, width, scales, group, row):
         copy_bytes(to, source, width * (4 if dtype == dtypes.F32 else 2))
         return
     padded = up(width, W)
-    widen_row(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
+    row_to_f32(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
     if dtype == dtypes.LATENT:
         store_row(to + LATENT + LATENT_SCALES, dtypes.BF16, row + 4 * LATENT, width - LATENT, F(1))
         put_quantised(to, dtypes.FP8, LATENT, to + LATENT, LATENT_GROUP, row)
@@ -157,6 +157,7 @@ def append(params, scratch):
 
 @jit
 def append_part(p, scratch, part, parts):
+    """Stores the rows of one of `parts` equal parts of the tokens."""
     tokens = types.int64(get_i32(p.cu + 4 * p.batch))
     low, high = tokens * part // parts, tokens * (part + 1) // parts
     for b in range(p.batch):
@@ -168,22 +169,22 @@ def append_part(p, scratch, part, parts):
             begin = max(begin, new - p.wrap)  # a ring keeps only the last tokens
         for i in range(begin, min(new, high - first)):
             position = start + i
-            slot, outer = position % p.wrap, b
+            slot, cache_row = position % p.wrap, b
             if p.table:
-                outer = types.int64(get_i32(p.table + b * p.table_b + position // p.wrap * 4))
-            line, token = (types.int64(0), first + i) if p.packed else (b, i)
+                cache_row = types.int64(get_i32(p.table + b * p.table_b + position // p.wrap * 4))
+            source_row, token = (types.int64(0), first + i) if p.packed else (b, i)
             for h in range(p.heads):
                 put_row(
-                    p.k_source + line * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_dtype,
-                    p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
-                    p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
+                    p.k_source + source_row * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_dtype,
+                    p.k_to + cache_row * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
+                    p.k_scales + cache_row * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
                 )  # fmt: skip
                 if not p.v_width:  # V is in K
                     continue
                 put_row(
-                    p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
-                    p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_dtype, p.v_width,
-                    p.v_scales + outer * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
+                    p.v_source + source_row * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
+                    p.v_to + cache_row * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_dtype, p.v_width,
+                    p.v_scales + cache_row * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
                 )  # fmt: skip
 
 
@@ -239,5 +240,5 @@ class Append:
         params.k_source, params.v_source = k.data_ptr(), v.data_ptr()
         if table is not None:
             params.table = table.data_ptr()
-        params.parts = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
+        params.parts = min(torch.get_num_threads(), 1 + places.tokens * self.elements // THREAD_ELEMENTS)
         return params

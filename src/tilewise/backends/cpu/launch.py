@@ -1,8 +1,8 @@
 """Makes the parameter struct of a call from its plan and tensors, and runs the kernel `launch` on it.
 
-All calls go the same way: `prepare` makes what the calls of a problem share, `make_params` the struct of one call,
-`launcher` the function that runs it. A repeated call runs that function with other addresses; a cascade is a struct
-with a second one attached.
+All calls go the same way: `prepare` makes a `LaunchTemplate`, which the calls of a problem share, `make_params` the
+struct of one call, `launcher` the function that runs it. A repeated call runs that function with other addresses; a
+cascade is a struct with a second one attached.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
-from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put_tensor
+from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
-from .scratch import total
+from .scratch import scratch_bytes
 from .threads import MOST_KEPT, pool
 
 KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What all calls of a problem share."""
+class LaunchTemplate:
+    """What all calls of a problem share: each copies `params` and adds its tensors."""
 
     params: Params  # without tensors
     scratch: int  # bytes for each thread
@@ -45,26 +45,27 @@ class Launch:
 
 
 def prepare(problem: Problem) -> Plan:
+    """The plan of a problem, with the `LaunchTemplate` of its calls."""
     p = problem
-    launch = make_launch(p, torch.get_num_threads())
-    params, threads = launch.params, launch.params.threads
+    template = make_template(p, torch.get_num_threads())
+    params, threads = template.params, template.params.threads
     how = "decode" if config.is_decode(p) else "AMX prefill" if params.prefill_amx else "prefill"
     return Plan(
         p,
         "cpu",
-        f"{'bf16 ' * params.pairs}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
+        f"{'bf16 ' * params.bf16_dot}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
         splits=-(-config.keys_of(p) // params.split_size) if params.split_size else 1,
-        workspace_bytes=launch.scratch * threads + launch.max_work_items * params.partial_bytes,
-        detail=launch,
+        workspace_bytes=template.scratch * threads + template.max_work_items * params.partial_bytes,
+        detail=template,
     )
 
 
-def make_launch(p: Problem, threads: int) -> Launch:
+def make_template(p: Problem, threads: int) -> LaunchTemplate:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
-    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows pairs".split()
+    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows bf16_dot".split()
     params = problem_params(
         p,
         split_few=p.split_size is not None,
@@ -75,21 +76,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
         setattr(params, name, compiler.function(kernel))
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
-    scratch = total(
-        p.heads,
-        p.kv_heads,
-        p.head_dim,
-        p.value_dim,
-        c.tile_rows,
-        c.tile_keys,
-        c.head_batch,
-        c.decode_rows,
-        params.chosen_keys,
-        parts,
-    )
     kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
     items = schedule_items(params, c.max_work_items) if kept else None
-    return Launch(params, scratch, c.max_work_items, items)
+    return LaunchTemplate(params, scratch_bytes(params, parts), c.max_work_items, items)
 
 
 def same_items(p: Problem) -> bool:
@@ -105,8 +94,8 @@ def has_spans(p: Problem, mask: torch.Tensor) -> bool:
     """
     if p.grads or p.packed_q or p.selection is not None or config.is_decode(p):
         return False
-    shared = p.q_len > 1 and mask.stride(2) == 0
-    return same_items(p) and mask.stride(3) == 1 and not (shared and p.rules.by_position)
+    queries_share = p.q_len > 1 and mask.stride(2) == 0
+    return same_items(p) and mask.stride(3) == 1 and not (queries_share and p.rules.by_position)
 
 
 def problem_params(p: Problem, **tiles: int) -> Params:
@@ -124,7 +113,7 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         block=0 if p.selection is None else p.selection.block,
-        chosen_keys=0 if p.selection is None else config.keys_of(p),
+        max_selected=0 if p.selection is None else config.keys_of(p),
         rules=Rules(**p.rules.numbers()),
         **{name: getattr(p, name) for name in same},
         **tiles,
@@ -149,11 +138,11 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
         if p.value_dim % (W * v.packing) == 0 and not v.scales_in_row:
             names["pv"] = f"pv {v.name}"
         if gemv_amx.serves(p) and not p.shared:
-            names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
-        elif config.takes_pairs(p):
-            names |= {"amx_qk": "bf16_qk", "amx_pv": "bf16_pv"}
-        if config.multiplies_pairs(p) and not p.shared:
-            names["qk_pairs"] = "qk pairs"
+            names |= {"matrix_qk": "amx_qk", "matrix_pv": "amx_pv"}
+        elif config.uses_bf16_dot_decode(p):
+            names |= {"matrix_qk": "bf16_qk", "matrix_pv": "bf16_pv"}
+        if config.uses_bf16_dot_qk(p) and not p.shared:
+            names["qk_bf16_dot"] = "qk bf16_dot"
         for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):
             if gemv.serves(k, p.head_dim):
                 names["dot_qk"] = f"{name}_qk {k.name}"
@@ -186,9 +175,9 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
 
     With `own_tables` each launch is given lengths, offsets and block tables, and lists its own work items.
     """
-    p, launch = plan.problem, plan.detail
-    params = Params.from_buffer_copy(launch.params)
-    kept: list[Any] = [launch]
+    p, template = plan.problem, plan.detail
+    params = Params.from_buffer_copy(template.params)
+    kept: list[Any] = [template]
     for name in STRIDED + FLAT:
         x = getattr(t, TENSORS.get(name, name))
         if x is not None and name in FLAT:
@@ -210,18 +199,22 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
     if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not adjacent
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):
-        own = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
-        spans = torch.zeros(own, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
+        shape = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
+        spans = torch.zeros(shape, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
         put_tensor(params, "spans", spans)
         kept.append(spans)
-    if launch.work_items is None and not own_tables:
-        kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
+    if template.work_items is None and not own_tables:
+        kept.append(schedule_items(params, template.max_work_items, template.schedule))
     return params, kept
 
 
-Launcher = Callable[..., bool]  # takes q, k, v, out, lse or None, and the scales of quantised K and V
-AFTER_SCALES = FIELDS[7:]
-NO_TABLES = [0, 0, 0, 0]
+# Takes the tensors of a call in the order of FIELDS: OPERANDS, and REST if the call has tables.
+Launcher = Callable[..., bool]
+OPERANDS = ("q", "k", "v", "out", "lse", "k_scales", "v_scales")
+REST = tuple(name for name in FIELDS if name not in OPERANDS)
+LAUNCH_TABLES = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "block_table")  # as the kernel `launch` takes them
+NO_TABLES = [0] * len(LAUNCH_TABLES)
+assert FIELDS == OPERANDS + REST
 
 
 def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
@@ -230,38 +223,38 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
     It only passes addresses: the kernel copies the struct, starts the threads and combines partials (cpu 17 in
     benchmarks/cpu/LOG.md). `kept` are objects that must outlive the structs.
     """
-    params, own_scratch = structs[0], pool.scratch
+    params, scratch_of_thread = structs[0], pool.scratch
     launch, address = compiler.entry("launch"), ctypes.addressof(params)
     own_items, items = params.schedule != 0, params.max_items or params.items
     params.threads = threads = min(params.threads, items)
-    size = LAUNCH_BYTES + -(-items * params.partial_bytes // LINE) * LINE + scratch
+    size = LAUNCH_BYTES + -(-items * params.partial_bytes // CACHE_LINE) * CACHE_LINE + scratch
     if own_items:
-        size += items * WORK_ITEM.itemsize + 8 * params.batch + LINE
-    kv_lengths, cu_q = (AFTER_SCALES.index(name) for name in ("kv_lengths", "cu_seqlens_q"))
+        size += items * WORK_ITEM.itemsize + 8 * params.batch + CACHE_LINE
+    tables_at, cu_q = [REST.index(name) for name in LAUNCH_TABLES], REST.index("cu_seqlens_q")
 
-    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *more: Any) -> bool:
+    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *rest: Any) -> bool:
         tables = NO_TABLES
         if own_items:
-            tables = [0 if x is None else x.data_ptr() for x in (more[kv_lengths], *more[cu_q:])]
+            tables = [0 if (x := rest[i]) is None else x.data_ptr() for i in tables_at]
         team = pool.acquire(threads, scratch) if threads > 1 else 0
         try:
-            found = launch(
-                address, own_scratch(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            status = launch(
+                address, scratch_of_thread(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
                 0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
                 0 if v_scales is None else v_scales.data_ptr(), *tables,
             )  # fmt: skip
         finally:
             if team:
                 pool.release()
-        if found:
-            if found & WRONG_TABLES:
+        if status:
+            if status & WRONG_TABLES:
                 return False
-            if found & SPARE_ROWS:
-                zero_rows(out, lse, int(more[cu_q][-1]), 0)
-            if found & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
+            if status & SPARE_ROWS:
+                zero_rows(out, lse, int(rest[cu_q][-1]), 0)
+            if status & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
                 for x in structs:
                     x.prefill = compiler.function("prefill")
-                return go(q, k, v, out, lse, k_scales, v_scales, *more)
+                return go(q, k, v, out, lse, k_scales, v_scales, *rest)
         return True
 
     go.kept, go.checks_tables = (structs, kept), own_items  # type: ignore[attr-defined]
@@ -274,14 +267,14 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     With `checks_tables` it checks lengths, offsets and block tables itself: it returns False, and does nothing, if they
     refer to rows that do not exist.
     """
-    p, launch = plan.problem, plan.detail
-    params, kept = make_params(plan, t, launch.work_items is None)
-    if launch.work_items is None:
-        if launch.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
+    p, template = plan.problem, plan.detail
+    params, kept = make_params(plan, t, template.work_items is None)
+    if template.work_items is None:
+        if template.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
             return None  # it would need memory for the most items that a call may have
-        params.schedule, params.max_items = compiler.function(launch.schedule), launch.max_work_items
+        params.schedule, params.max_items = compiler.function(template.schedule), template.max_work_items
         params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
-    return launcher((params,), launch.scratch, kept)
+    return launcher((params,), template.scratch, kept)
 
 
 def check_tables(p: Problem, t: Tensors) -> None:
@@ -291,6 +284,7 @@ def check_tables(p: Problem, t: Tensors) -> None:
 
 
 def run(plan: Plan, t: Tensors) -> None:
+    """Runs a call that is not bound (`bind`)."""
     check_tables(plan.problem, t)
     params, kept = make_params(plan, t)
     launcher((params,), plan.detail.scratch, kept)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)

@@ -19,6 +19,8 @@ from .targets import TARGETS, machine_of
 
 
 class Cpu(NamedTuple):
+    """A CPU that plans can be made for."""
+
     about: str
     target: str  # of `targets.py`
     cache: int  # bytes of a core's L2 cache
@@ -48,15 +50,15 @@ def machines() -> dict[str, Machine]:
 @lru_cache(maxsize=256)  # a process takes seconds to start
 def plan_on(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan:
     """The plan of a problem on a CPU by name."""
-    given = pickle.dumps((name, problem, backend, threads))
-    done = subprocess.run([sys.executable, "-c", CHILD], input=given, capture_output=True)
+    request = pickle.dumps((name, problem, backend, threads))
+    done = subprocess.run([sys.executable, "-c", CHILD], input=request, capture_output=True)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise Unsupported("cpu", f"no plan for {name}: {reason[-1] if reason else 'the process ended'}", "plan on it")
-    found = pickle.loads(done.stdout)
-    if isinstance(found, Unsupported):
-        raise found
-    return found
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, Unsupported):
+        raise answer
+    return answer
 
 
 def planned_as(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan | Unsupported:

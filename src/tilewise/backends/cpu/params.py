@@ -14,10 +14,11 @@ import numpy as np
 
 from ...core.mask_rules import NO_RULES
 
-LINE = 64  # bytes of a cache line
+CACHE_LINE = 64  # bytes
 
 
 def fields(names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
+    """The fields of a struct, by their names."""
     return [(name, kind) for name in names.split()]
 
 
@@ -63,34 +64,35 @@ class Params(ctypes.Structure):
         # The tensors, each call's own
         *fields(" ".join(tensor(name) for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales"))),
         *fields(tensor("mask", "bhqk")),
-        *fields(tensor("states", "bhqk")),  # of tiles of the mask
+        *fields(tensor("states", "bhqk")),  # of tiles of the mask: skip, mixed or full
         *fields(tensor("spans", "bhq")),  # of rows of the mask, computed when needed: `mainloop/mask.py`
         *fields(tensor("tree", "bq")),
         *fields(tensor("positions", "b")),  # of a tree's nodes
         *fields(tensor("slopes", "bh")),
         *fields(f"{tensor('q_bias')} {tensor('k_bias')}"),
-        *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
+        *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),  # row_places: `Tensors.places`
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
         *fields(tensor("k_shared")),  # the last columns of K, for all heads
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
-        *fields("block chosen_keys"),  # block size of block_indices; most keys of a list
+        *fields("block max_selected"),  # block size of block_indices; most keys of a list
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
-        # Tiles and work items
+        # Tiles and work items. split_few: only sequences that decode are split
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
-        *fields("decode_rows pairs"),  # most rows of a group for decode; bf16 pairs (`gemv_bf16.py`)
+        *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`
         *fields("work_items partials threads"),
-        # If each call lists its own work items: the kernel, their most; packed rows of q, and of k or pages
+        # If each call lists its own work items: the kernel for it, the most items; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
-        # Kernels, by address
-        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
-        *fields("dot_qk dot_pv qk_pairs"),
+        # Kernels, by address; `matrix_*`: products of decode by AMX or AVX-512 BF16
+        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
+        *fields("dot_qk dot_pv qk_bf16_dot"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
-        # A cascade: the struct of the shared call, the positions of rows in it, the next item to merge
-        *fields("shared places next_merge"),
+        # A cascade: the `Params` of the call over the prefix, where its rows are (`cascade.py`), the next item to merge
+        *fields("prefix_params prefix_rows next_merge"),
+        *fields("yield_thread"),  # a function that yields to other threads, for kernels that wait
         # Work items: the next one, their number, how many are done, whether AMX left one undone
         *fields("next_item items done undone"),
     ]
@@ -105,11 +107,10 @@ class Gradients(ctypes.Structure):
         *fields(tensor("dmask", "bhqk")),  # or a sum for each block of keys, if the mask is broadcast over keys
         *fields("dmask_dtype dmask_block dmask_sum"),
         # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for
-        *fields("dq_sums turns slots"),
+        *fields("dq_sums dq_semaphores slots"),
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
         *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
-        # Whether batch rows or KV heads of a block of keys are one work item; a function that yields to other threads
-        *fields("every_row every_head give_way"),
+        *fields("every_row every_head"),  # whether batch rows or KV heads of a block of keys are one work item
     ]
 
 
@@ -143,4 +144,5 @@ class LaunchBlock(ctypes.Structure):
 
 PARAMS, GRADIENTS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, WorkItem, Task, Team))
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
-LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // LINE) * LINE
+SELECTED_BYTES = np.int64(16)  # of an entry of `mainloop/selected_keys.py`
+LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // CACHE_LINE) * CACHE_LINE

@@ -14,7 +14,7 @@ from pathlib import Path
 from ... import __version__
 from .gemm import amx
 from .isa import cpu_features, machine
-from .kernel_cache import checked, head, sources, warn, words
+from .kernel_cache import checked, describe, header, sources, warn
 from .linker import Kernel, link
 from .targets import TARGETS, matching
 
@@ -39,18 +39,18 @@ def key(name: str, target: str) -> bytes:
 
 def load(name: str) -> Kernel | None:
     """A kernel of the package; None if there is none for this CPU."""
-    chosen = target()
-    if chosen is None:
+    available = target()
+    if available is None:
         return None
-    file = FOLDER / chosen / f"{name}.o"
+    file = FOLDER / available / f"{name}.o"
     try:
-        return link(checked(file.read_bytes(), key(name, chosen)), name)
+        return link(checked(file.read_bytes(), key(name, available)), name)
     except Exception as error:  # whatever is wrong, the kernel can be compiled
-        warn(error, f"{file} cannot be used ({words(error)}): its kernel is compiled")
+        warn(error, f"{file} cannot be used ({describe(error)}): its kernel is compiled")
         return None
 
 
 def write(folder: Path, name: str, target: str, code: bytes) -> None:
     """Writes a kernel to where `load` looks for it, if `folder` is the package's."""
     (folder / target).mkdir(parents=True, exist_ok=True)
-    (folder / target / f"{name}.o").write_bytes(head(key(name, target), code) + code)
+    (folder / target / f"{name}.o").write_bytes(header(key(name, target), code) + code)

@@ -13,13 +13,13 @@ from .codegen.load_store import fetch_add, get_i32, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, task_at, team_at, up
 from .kv_access import affine, rows_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
-from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
+from .params import CACHE_LINE, LAUNCH_BYTES, TEAM_BYTES, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
 from .scratch import partition
 
 NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
 NEXT_THREAD, TASK_AT = offset(Task, "next_thread"), offset(LaunchBlock, "task")
 PARAM_WORDS = ctypes.sizeof(Params) // 8
-# Bits that `launch` returns: AMX left an item undone; see `are_in_range`; there are packed rows in no sequence
+# Bits that `launch` returns: AMX left an item undone; tables are not valid; some packed rows are in no sequence
 UNDONE_ITEM, WRONG_TABLES, SPARE_ROWS = 1, 2, 4
 
 
@@ -34,12 +34,13 @@ def worker(params, scratch):
         group = p.heads // p.kv_heads
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
-        few = group * own_rows(p, q_len) <= p.decode_rows  # by the sequence, not the item: bits must not change
+        # By the sequence, not the item: a row's bits must not depend on how its sequence is cut.
+        decodes = group * own_rows(p, q_len) <= p.decode_rows
         put_i64(t.done, 0)
         put_i64(t.downscaled, 0)
-        if p.prefill_amx and not few:
+        if p.prefill_amx and not decodes:
             call_mainloop(p.prefill_amx, params, scratch, address)
-        mainloop = p.decode if few else p.prefill
+        mainloop = p.decode if decodes else p.prefill
         if get_i64(t.done) == 0 and mainloop:
             call_mainloop(mainloop, params, scratch, address)
             put_i64(t.done, 1)
@@ -72,36 +73,36 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_le
     p.partials, spare = scratch + LAUNCH_BYTES, 0
     if p.schedule:
         p.kv_lengths, p.cu_q, p.cu_k, p.table = kv_lengths, cu_q, cu_k, table
-        if not are_in_range(p):
+        if not tables_are_valid(p):
             return WRONG_TABLES
         p.work_items = p.partials
         order = p.work_items + p.max_items * WORK_ITEM_BYTES
-        p.partials = up(order + 8 * p.batch, LINE)
+        p.partials = up(order + 8 * p.batch, CACHE_LINE)
         call_kernel(p.schedule, scratch, order)
         p.threads = min(p.threads, p.items)
         if cu_q and get_i32(cu_q + 4 * p.batch) < p.q_rows:
             spare = SPARE_ROWS
-    own = p.partials + up(p.items * p.partial_bytes, LINE)
-    if p.shared:  # not copied: an earlier attempt may have used it
-        shared = params_at(p.shared)
-        shared.next_item, shared.done, shared.undone = 0, 0, 0
+    own_scratch = p.partials + up(p.items * p.partial_bytes, CACHE_LINE)
+    if p.prefix_params:  # not copied: an earlier attempt may have used it
+        prefix = params_at(p.prefix_params)
+        prefix.next_item, prefix.done, prefix.undone = 0, 0, 0
     if team and p.threads > 1:
         task, threads = task_at(scratch + TASK_AT), team_at(team)
         task.next_thread, task.kernel, task.params, task.memories = 0, p.worker, scratch, team + TEAM_BYTES
         call_parallel(threads.parallel, threads.thread_main, scratch + TASK_AT, p.threads, 0)
     else:
-        call_kernel(p.worker, scratch, own)
+        call_kernel(p.worker, scratch, own_scratch)
     if p.combine:
-        call_kernel(p.combine, scratch, own)
+        call_kernel(p.combine, scratch, own_scratch)
     return spare + (UNDONE_ITEM if p.undone else 0)
 
 
 @jit
-def are_in_range(p):
+def tables_are_valid(p):
     """Whether offsets, lengths and pages are valid, as `validation/values.py` checks: no row out of range is read."""
-    if p.cu_q and not are_offsets(p.cu_q, p.batch, p.q_rows, p.q_len):
+    if p.cu_q and not offsets_are_valid(p.cu_q, p.batch, p.q_rows, p.q_len):
         return False
-    if p.cu_k and not are_offsets(p.cu_k, p.batch, p.kv_rows, p.kv_len):
+    if p.cu_k and not offsets_are_valid(p.cu_k, p.batch, p.kv_rows, p.kv_len):
         return False
     for b in range(p.batch):
         _, _, _, kv_len, _ = sequence(p, b)
@@ -116,8 +117,8 @@ def are_in_range(p):
 
 
 @jit
-def are_offsets(cu, batch, rows, longest):
-    """Whether offsets of packed rows begin at 0, never fall, end by `rows`, and differ by at most `longest`."""
+def offsets_are_valid(cu, batch, rows, longest):
+    """Whether offsets of packed rows begin at 0, never decrease, end by `rows`, and differ by at most `longest`."""
     for b in range(batch):
         if not 0 <= get_i32(cu + 4 * b + 4) - get_i32(cu + 4 * b) <= longest:
             return False
@@ -150,39 +151,41 @@ def schedule(params, order):
     for at in range(p.batch):
         b = get_i64(order + 8 * at)
         _, q_len, _, kv_len, offset = sequence(p, b)
-        places = affine(p, b, offset)
+        positions = affine(p, b, offset)
         block = max(1, own_rows(p, q_len))
-        each = (block + p.tile_rows - 1) // p.tile_rows
-        for tile in range((q_len + block - 1) // block * each - 1, -1, -1):  # the last rows see the most if causal
-            row = tile // each * block + tile % each * p.tile_rows
-            n = min(p.tile_rows, q_len - row, tile // each * block + block - row)
+        block_tiles = (block + p.tile_rows - 1) // p.tile_rows
+        # Backwards: if causal, the last rows see the most.
+        for tile in range((q_len + block - 1) // block * block_tiles - 1, -1, -1):
+            row = tile // block_tiles * block + tile % block_tiles * p.tile_rows
+            n = min(p.tile_rows, q_len - row, tile // block_tiles * block + block - row)
             if n <= 0:
                 continue
-            lo, hi = rows_span(p, places, row, n, kv_len)
+            lo, hi = rows_span(p, positions, row, n, kv_len)
             last = kv_len
             if p.block:
-                lo, hi, last = 0, p.chosen_keys, p.chosen_keys
-            start, parts, size = 0, 1, p.split_size
+                lo, hi, last = 0, p.max_selected, p.max_selected
+            first, splits, size = 0, 1, p.split_size
             if p.split_few and group * own_rows(p, q_len) > p.decode_rows:
                 size = 0
             if size and lo < hi:
-                start = lo // size
-                parts = (hi + size - 1) // size - start
-            for part in range(parts):  # outer loop: heads of a page then share TLB entries
+                first = lo // size
+                splits = (hi + size - 1) // size - first
+            for split in range(splits):  # outer loop: heads of a page then share TLB entries
                 for head in range(p.kv_heads):
                     item = item_at(p.work_items + count * WORK_ITEM_BYTES)
                     item.b, item.head, item.row, item.rows = b, head, row, n
-                    item.start = (start + part) * size
+                    item.start = (first + split) * size
                     item.end = min(last, item.start + size) if size else last
-                    item.split, item.splits = part, parts
+                    item.split, item.splits = split, splits
                     count += 1
     p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
 
 
 @jit
 def cost(p, b):
+    """Cells of a sequence's scores."""
     _, q_len, _, kv_len, _ = sequence(p, b)
-    return q_len * (p.chosen_keys if p.block else kv_len)
+    return q_len * (p.max_selected if p.block else kv_len)
 
 
 @jit

@@ -12,35 +12,36 @@ from numba.extending import intrinsic, register_jitable
 
 from .codegen.numba_ops import jit
 from .codegen.vector import I64, W
-from .config import DECODE_ROWS, FEW_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
+from .config import DECODE_ROWS, DECODE_TILE_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
 from .gemm.amx import BLOCK
 from .gemm.fp32 import KEYS, PANEL
-from .params import LINE
+from .params import CACHE_LINE, SELECTED_BYTES
 
 # np.int64, not int: Numba would compile a function again for every literal argument.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
 CHUNK = np.int64(48)  # keys that are summed at once in P V
 TAIL = np.int64(32)  # extra keys that the last decode tile of a sequence may have
-SCORES = np.int64(FEW_KEYS + TAIL)  # of a row in a decode tile
+SCORES = np.int64(DECODE_TILE_KEYS + TAIL)  # of a row in a decode tile
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # most scales of a row
 HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
 Scratch = namedtuple(
     "Scratch",
-    "acc k_table v_table k_next v_next coming k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
-    "all_lo all_hi mask_rows mask_columns states chosen chosen_order chosen_count done downscaled row_sums "
+    "acc k_table v_table k_next v_next next_count k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
+    "all_lo all_hi mask_rows mask_columns states selected selected_order selected_count done downscaled row_sums "
     "q s keys values packed nonfinite weights",
 )
 AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "chosen distances slope_sums q_rows dout_rows q dout s ds dcap keys clean_keys values dk dv",
+    "selected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv",
 )
 
 
 @register_jitable(error_model="numpy")  # Python calls it too, without compiling it
 def round_up(n, to):
+    """n rounded up to a multiple of `to`; in kernels also `up`."""
     return (n + to - 1) // to * to
 
 
@@ -50,7 +51,7 @@ def table_size(tile_keys):
     return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)
 
 
-def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen):
+def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected):
     """Bytes of each part. Those from q on are only for the fp32 mainloops."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DECODE_ROWS)
     decoded = min(rows, decode_rows)  # rows of one head
@@ -63,26 +64,26 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         v_table=head_batch * table_size(tile_keys),
         k_next=8 * keys,  # addresses of the next tile's rows
         v_next=8 * keys,
-        coming=WORD,  # how many of them
-        k_scales=4 * keys * GROUPS,
+        next_count=WORD,  # how many of them
+        k_scales=4 * keys * GROUPS,  # [groups, keys]
         v_scales=4 * keys * GROUPS,
-        m=each_row,
-        l=each_row,
-        alpha=each_row,
-        slopes=each_row,
-        lo=each_row,
+        m=each_row,  # [rows]: running max
+        l=each_row,  # row sums
+        alpha=each_row,  # rescale factors
+        slopes=each_row,  # of ALiBi
+        lo=each_row,  # key spans
         hi=each_row,
-        positions=each_row,
+        positions=each_row,  # of queries
         some_lo=each_row,  # keys that any row of a block of ROWS sees
         some_hi=each_row,
         all_lo=each_row,  # keys that all rows of a vector see
         all_hi=each_row,
-        mask_rows=4 * W * keys,  # of one vector of query rows
-        mask_columns=4 * W * keys,
-        states=8 * heads,  # of the mask
-        chosen=16 * chosen,  # selected keys: see `mainloop/chosen.py`
-        chosen_order=4 * chosen,
-        chosen_count=WORD,
+        mask_rows=4 * W * keys,  # [W, keys], of one vector of query rows
+        mask_columns=4 * W * keys,  # [keys, W]
+        states=8 * heads,  # of the mask's tile
+        selected=SELECTED_BYTES * selected,  # selected keys: see `mainloop/selected_keys.py`
+        selected_order=4 * selected,
+        selected_count=WORD,
         done=WORD,  # whether the AMX mainloop could process the item
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
@@ -90,7 +91,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         s=4 * max(keys * PANEL, head_batch * decoded * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
         keys=4 * keys * D,  # [keys, D], converted to float32
         values=4 * keys * Dv,  # [keys, Dv], converted to float32
-        # V in panels; decode's queries as tiles, limbs or pairs
+        # V in strips of columns; decode's queries as tiles, limbs or pairs
         packed=max(4 * keys * Dv, min(4 * rows * D, HEAD_BATCH), 2 * decoded * D),
         nonfinite=4 * keys * Dv,  # V's non-finite values
         weights=4 * SCORES * DECODE_ROWS * ((value_dim + 31) // 32),  # [groups, rows, keys]
@@ -119,7 +120,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         mask_rows=4 * W * (keys + W),
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
-        chosen=0,
+        selected=0,
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
@@ -130,17 +131,17 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         ds=cells,  # dP, then dS
         dcap=cells,  # softcap's derivative
         keys=4 * keys * D,  # [keys, D]
-        clean_keys=4 * keys * D,  # non-finite values replaced by 0
+        finite_keys=4 * keys * D,  # non-finite values replaced by 0
         values=4 * keys * Dv,
         dk=4 * keys * D,
         dv=4 * keys * Dv,
     )
 
 
-def backward_total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
-    """Bytes of a thread's scratch memory in the backward pass."""
-    sizes = backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
-    return int(sum(sizes) + LINE * (len(sizes) + 1))
+def backward_scratch_bytes(p):
+    """Bytes of a thread's scratch memory in a backward pass with these `Params`."""
+    sizes = backward_sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
+    return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
 
 def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
@@ -160,13 +161,14 @@ def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts)
     )
 
 
-def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen, parts):
-    """Bytes of a thread's scratch memory; `parts` is 0 if AMX is not used."""
-    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen)
-    tiles = amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
-    first = Scratch._fields.index("q")
-    spare = LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
-    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(tiles)) + spare)
+def scratch_bytes(p, parts):
+    """Bytes of a thread's scratch memory in a call with these `Params`; `parts` is 0 if AMX is not used."""
+    call = p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys
+    sizes = scratch_sizes(*call, p.head_batch, p.decode_rows, p.max_selected)
+    amx = amx_sizes(*call, parts) if parts else (0,)
+    first = Scratch._fields.index("q")  # from here on AMX has its own parts
+    spare = CACHE_LINE * (first + max(len(sizes) - first, len(amx)) + 1)
+    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(amx)) + spare)
 
 
 @intrinsic
@@ -176,12 +178,12 @@ def aligned_addresses(typingctx, base, sizes):
 
     def codegen(context, builder, sig, args):
         def aligned(address):
-            return builder.and_(builder.add(address, ir.Constant(I64, LINE - 1)), ir.Constant(I64, -LINE))
+            return builder.and_(builder.add(address, ir.Constant(I64, CACHE_LINE - 1)), ir.Constant(I64, -CACHE_LINE))
 
-        places = [aligned(args[0])]
+        addresses = [aligned(args[0])]
         for i in range(len(sizes) - 1):
-            places.append(aligned(builder.add(places[-1], builder.extract_value(args[1], i))))
-        return context.make_tuple(builder, sizes, places)
+            addresses.append(aligned(builder.add(addresses[-1], builder.extract_value(args[1], i))))
+        return context.make_tuple(builder, sizes, addresses)
 
     return sizes(types.int64, sizes), codegen
 
@@ -191,13 +193,15 @@ sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_
 
 @jit
 def partition(p, base):
-    cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows, p.chosen_keys
+    """The addresses of the parts of a thread's scratch memory, which begins at `base`."""
+    cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows, p.max_selected
     sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
 
 
 @jit
 def partition_backward(p, base):
+    """Likewise in the backward pass."""
     sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     return aligned_addresses(base, sizes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from ...core import forks
 from . import compiler
 from .openmp import PARALLEL, find_parallel
-from .params import LINE, Task, Team
+from .params import CACHE_LINE, Task, Team
 
 MOST_KEPT = 64 * 2**20  # bytes of scratch memory; more is freed by the thread's next call
 
@@ -45,7 +46,7 @@ class Worker:
                 self.done.release()
 
 
-class Scratch:
+class ScratchBuffer:
     """Memory that is reused from call to call and grows as needed."""
 
     def __init__(self) -> None:
@@ -53,10 +54,11 @@ class Scratch:
         self.size = self.start = 0
 
     def address(self, size: int) -> int:
+        """The address of at least `size` bytes."""
         if self.size < size:
-            self.memory = np.empty(size + LINE, dtype=np.uint8)
+            self.memory = np.empty(size + CACHE_LINE, dtype=np.uint8)
             self.size = size if size <= MOST_KEPT else 0
-            self.start = (self.memory.ctypes.data + LINE - 1) // LINE * LINE
+            self.start = (self.memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         return self.start
 
 
@@ -77,19 +79,19 @@ class Pool:
         self.workers: list[Worker] = []
         self.by_workers = PARALLEL(self._run_workers)  # used if torch's is not available
         self.starter: Any = None  # the one that is used
-        self.scratches: list[Scratch] = []
+        self.scratches: list[ScratchBuffer] = []
         self.team: Any = None  # a `Team` and the addresses of its scratch memory
         self.address = self.room = 0
         self.busy = threading.Lock()
         self.error: BaseException | None = None
-        self.own = threading.local()
+        self.local = threading.local()
 
     def scratch(self, size: int) -> int:
         """Scratch memory of the calling thread."""
         try:
-            own = self.own.scratch
+            own = self.local.scratch
         except AttributeError:
-            own = self.own.scratch = Scratch()
+            own = self.local.scratch = ScratchBuffer()
         return own.start if own.size >= size else own.address(size)
 
     def acquire(self, threads: int, scratch: int) -> int:
@@ -125,16 +127,17 @@ class Pool:
             self.release()
 
     def _gather(self, threads: int, scratch: int) -> None:
-        self.scratches += [Scratch() for _ in range(threads - len(self.scratches))]
+        """Makes a `Team` of `threads` threads, each with `scratch` bytes."""
+        self.scratches += [ScratchBuffer() for _ in range(threads - len(self.scratches))]
         self.room = max(self.room, scratch)
         self.starter = self.parallel or self.by_workers
-        places = [s.address(self.room) for s in self.scratches]
-        self.team = ctypes.create_string_buffer(ctypes.sizeof(Team) + 8 * len(places))
+        addresses = [s.address(self.room) for s in self.scratches]
+        self.team = ctypes.create_string_buffer(ctypes.sizeof(Team) + 8 * len(addresses))
         team = Team.from_buffer(self.team)
         team.parallel = ctypes.cast(self.starter, ctypes.c_void_p).value or 0
         team.thread_main = compiler.function("thread_main")
-        memories: Any = (ctypes.c_int64 * len(places)).from_buffer(self.team, ctypes.sizeof(Team))
-        memories[:] = places
+        memories: Any = (ctypes.c_int64 * len(addresses)).from_buffer(self.team, ctypes.sizeof(Team))
+        memories[:] = addresses
         self.address = ctypes.addressof(team)
 
     def _run_workers(self, function: int, task: int, threads: int, flags: int) -> None:
@@ -155,6 +158,13 @@ class Pool:
                 started.pop()
             except KeyboardInterrupt as error:
                 self.error = error
+
+
+@cache
+def yield_thread() -> int:
+    """The address of a C function that yields to other threads."""
+    function = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 pool = Pool()

@@ -26,6 +26,6 @@ def _caller(count: int) -> Any:
     return intrinsic(scope["call"])
 
 
-call_nothing, call_kernel, call_mainloop, call_parallel, call_amx, call_pv, call_qk = map(
+call_nothing, call_kernel, call_mainloop, call_parallel, call_matrix, call_pv, call_qk = map(
     _caller, (0, 2, 3, 4, 10, 11, 12)
 )

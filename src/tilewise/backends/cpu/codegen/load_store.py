@@ -18,6 +18,8 @@ from .vector import F16, F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 
 
 def _scalar(element: Any, kind: Any) -> tuple[Any, Any]:
+    """`load(address)` and `store(address, value)` of one number."""
+
     @intrinsic
     def load(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -90,6 +92,8 @@ def by_dtype(e: Emit, dtype: Value, names: Sequence[str], emit: Callable[[str], 
 
 
 def _get(names: Sequence[str], part: int = 0) -> Any:
+    """`fn(address, dtype, index)`: one element of a row as float32; `part`: which one of a stored number."""
+
     @microkernel("iii>f")
     def get(e: Emit, address: Value, dtype: Value, index: Value) -> Value:
         result = e.var(ir.Constant(F32, 0.0))
@@ -124,11 +128,11 @@ def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -
 # Rows to float32 and back
 
 
-def _widen(names: Sequence[str], part: int = 0) -> Any:
+def _to_f32(names: Sequence[str], part: int = 0) -> Any:
     """`fn(to, source, dtype, count)`: `count` stored numbers, a multiple of W, to float32. NaN if one is not finite."""
 
     @microkernel("iiii>f")
-    def widen(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:
+    def convert(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:
         check = e.var(e.zeros)
 
         def loop(name: str) -> None:
@@ -140,14 +144,14 @@ def _widen(names: Sequence[str], part: int = 0) -> Any:
         by_dtype(e, dtype, names, loop)
         return e.reduce(check.get(), e.builder.fadd)
 
-    return widen
+    return convert
 
 
-widen_floats, widen_first, widen_second = _widen(FLOATS), _widen(list(DECODE)), _widen(PAIRS, 1)
+floats_to_f32, first_to_f32, second_to_f32 = _to_f32(FLOATS), _to_f32(list(DECODE)), _to_f32(PAIRS, 1)
 
 
 @microkernel("iii>f")
-def widen_f32(e: Emit, to: Value, source: Value, count: Value) -> Value:
+def copy_checked(e: Emit, to: Value, source: Value, count: Value) -> Value:
     """A copy of `count` floats, a multiple of W. Returns NaN if one is not finite, else 0."""
     check = e.var(e.zeros)
     with e.loop(count, W) as i:
@@ -198,6 +202,7 @@ def check_finite(e: Emit, row: Value, count: Value) -> Value:
 
 @microkernel("iif")
 def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
+    """row *= factor, of `count` floats, a multiple of W."""
     factor = e.splat(factor)
     with e.loop(count, W) as i:
         e.store(e.builder.fmul(e.load(row, i), factor), row, i)
@@ -205,6 +210,7 @@ def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
 
 @microkernel("iiii")
 def row_times(e: Emit, to: Value, x: Value, y: Value, vectors: Value) -> None:
+    """to = x * y, of `vectors` vectors."""
     with e.loop(e.builder.mul(vectors, e.i64(W)), W) as i:
         e.store(e.builder.fmul(e.load(x, i), e.load(y, i)), to, i)
 

@@ -15,6 +15,7 @@ from ....core.storage import LATENT_SCALES as SCALE_BYTES
 from ..params import GRADIENTS, PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
+from .calls import call_nothing
 from .load_store import get_f32, get_one, put_f32, put_one
 from .vector import W
 
@@ -47,6 +48,16 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "n
 jit = njit(**OPTIONS, pipeline_class=KernelCompiler)
 
 
+def policy_jit(suffix):
+    """`jit` for functions that are compiled once for each GEMM policy: cached code is found by name."""
+
+    def compiled(fn):
+        fn.__qualname__ = f"{fn.__name__}_{suffix}"
+        return jit(fn)
+
+    return compiled
+
+
 def struct_at(record):
     """`fn(address)`: the struct there, whose fields can be read and set."""
     struct = from_dtype(record)
@@ -66,26 +77,39 @@ params_at, item_at, gradients_at, task_at, team_at = map(struct_at, (PARAMS, WOR
 
 @njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)
 def up(n, to):
+    """n rounded up to a multiple of `to`."""
     return (n + to - 1) // to * to
+
+
+SPINS = 64  # before a waiting thread yields
+
+
+@jit
+def back_off(spins, yield_thread):
+    """A step of a thread that waits; after some it yields to others. Returns the number of steps."""
+    if spins >= SPINS:
+        call_nothing(yield_thread)
+    return spins + 1
 
 
 @jit
 def fill(address, start, end, value):
+    """Writes `value` to floats `start` to `end`."""
     for j in range(start, end):
         put_f32(address + 4 * j, value)
 
 
 @jit
-def widen_latent(to, source, width, padded):
-    """`widen_row` for `LatentFormat`."""
-    bad = ls.widen_first(to, source, dtypes.FP8, LATENT)
+def latent_row_to_f32(to, source, width, padded):
+    """`row_to_f32` for `LatentFormat`."""
+    bad = ls.first_to_f32(to, source, dtypes.FP8, LATENT)
     for g in range(LATENT // LATENT_GROUP):
         scale = get_f32(source + LATENT + 4 * g)
         bad += scale * F(0)
         ls.row_scale(to + 4 * g * LATENT_GROUP, LATENT_GROUP, scale)
     rest, at = source + LATENT + LATENT_SCALES, to + 4 * LATENT
     whole = (width - LATENT) // W * W
-    bad += ls.widen_first(at, rest, dtypes.BF16, whole)
+    bad += ls.first_to_f32(at, rest, dtypes.BF16, whole)
     for i in range(whole, width - LATENT):
         x = get_one(rest, dtypes.BF16, i)
         put_f32(at + 4 * i, x)
@@ -95,16 +119,16 @@ def widen_latent(to, source, width, padded):
 
 
 @jit
-def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
+def row_to_f32(to, source, dtype, width, padded, scales, scales_dtype, group):
     """Converts a row of `width` elements to float32, with zeros up to `padded`. Returns NaN if one is not finite."""
     if dtype == dtypes.LATENT:
-        return widen_latent(to, source, width, padded)
+        return latent_row_to_f32(to, source, width, padded)
     span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
     whole = span // W * W
-    bad = ls.widen_first(to, source, dtype, whole)
+    bad = ls.first_to_f32(to, source, dtype, whole)
     if span < width:
         half = to + 4 * span
-        bad += ls.widen_second(half, source, dtype, whole)
+        bad += ls.second_to_f32(half, source, dtype, whole)
         for i in range(whole, span):  # integers: finite
             put_f32(to + 4 * i, ls.get_first(source, dtype, i))
             put_f32(half + 4 * i, ls.get_second(source, dtype, i))

@@ -2,7 +2,7 @@
 
 A micro-kernel is a function of an `Emit` and its arguments, made callable from Numba code by `@microkernel`. It works
 on addresses (int64) and float32; vectors live in registers between `load` and `store`. The width is the host's: 16
-floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). Narrow types are widened by `load`.
+floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). `load` converts other types to float32.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class Emit:
         element, decode = DECODE[kind]
         return decode[part](self.builder, Lanes(), self.load_scalar(address, offset, element))
 
-    def bf16_bits(self, x: Value, whole: Callable[[int], Value]) -> Value:
-        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole(n)` is a constant of its shape."""
+    def bf16_bits(self, x: Value, constant: Callable[[int], Value]) -> Value:
+        """float32 to bfloat16, to nearest even, in the low half of an int32; `constant(n)` is n in x's shape."""
         b = self.builder
-        bits = b.bitcast(x, whole(0).type)
-        odd = b.and_(b.lshr(bits, whole(16)), whole(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, whole(0x7FFF))), whole(16))
-        return b.select(b.fcmp_unordered("uno", x, x), whole(0x7FC0), rounded)
+        bits = b.bitcast(x, constant(0).type)
+        odd = b.and_(b.lshr(bits, constant(16)), constant(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, constant(0x7FFF))), constant(16))
+        return b.select(b.fcmp_unordered("uno", x, x), constant(0x7FC0), rounded)
 
     def load_i32(self, address: Value) -> Value:
         return self._load(address, 0, I32, W)
@@ -198,9 +198,9 @@ class Emit:
         if not HAS_SCALE:
             return self.exp2_of_product(x, self.f32s(1.0))
         # 9 instructions, not 12; subnormal results would be far slower (cpu/exp2 in benchmarks/cpu/LOG.md).
-        there = b.bitcast(b.fcmp_unordered(">=", x, self.f32s(-126.5)), I16)  # NaN stays
+        mask = b.bitcast(b.fcmp_unordered(">=", x, self.f32s(-126.5)), I16)  # NaN stays
         rest = self.avx512("reduce", x, ir.Constant(I32, 1), ir.Constant(I16, -1))  # x - floor(x); 0 of -inf
-        return self.avx512("scalef", self.polynomial(EXP2_ABOVE, rest), x, there)  # times 2 ** floor(x)
+        return self.avx512("scalef", self.polynomial(EXP2_ABOVE, rest), x, mask)  # times 2 ** floor(x)
 
     def exp2_of_product(self, x: Value, y: Value) -> Value:
         """`exp2` of x * y, y > 0, to 2 ulp for the exact product: only its fractional part is rounded.
@@ -214,8 +214,8 @@ class Emit:
         whole = b.fsub(sum_, self.f32s(ROUND))
         power = self.polynomial(EXP2, self.fma(x, y, b.fneg(whole)))
         if HAS_SCALE:
-            there = b.bitcast(b.fcmp_unordered(">=", whole, self.f32s(-126.0)), I16)  # and not -inf, whose rest is NaN
-            return self.avx512("scalef", power, whole, there)
+            mask = b.bitcast(b.fcmp_unordered(">=", whole, self.f32s(-126.0)), I16)  # and not -inf, whose rest is NaN
+            return self.avx512("scalef", power, whole, mask)
         exponent = b.shl(b.bitcast(sum_, self.vector(I32)), self.i32s(23))  # the low bits of the sum; 0 for -127
         return b.fmul(power, b.bitcast(exponent, self.vector(F32)))
 
@@ -226,9 +226,9 @@ class Emit:
             p = self.fma(p, x, self.f32s(coefficient))
         return p
 
-    def avx512(self, name: str, a: Value, b: Value, there: Value) -> Value:
-        """An AVX-512 instruction with two operands; 0 in lanes whose bit in `there` is not set."""
-        args = [a, b, self.zeros, there, ir.Constant(I32, 4)]  # 4: the current rounding mode
+    def avx512(self, name: str, a: Value, b: Value, mask: Value) -> Value:
+        """An AVX-512 instruction with two operands; 0 in lanes whose bit in `mask` is not set."""
+        args = [a, b, self.zeros, mask, ir.Constant(I32, 4)]  # 4: the current rounding mode
         kind = ir.FunctionType(a.type, [x.type for x in args])
         full_name = f"llvm.x86.avx512.mask.{name}.ps.512"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, full_name), args)

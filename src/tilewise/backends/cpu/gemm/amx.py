@@ -78,16 +78,17 @@ def load_tile_config(e: Emit, tile_config: Value) -> None:
 
 @microkernel("")
 def release(e: Emit) -> None:
+    """Gives the tile registers back."""
     _tile(e, "tilerelease")
 
 
 def multiply(
     e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value,
-    beside: Callable[[Value], None],
+    overlapped: Callable[[Value], None],
 ) -> None:  # fmt: skip
     """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart.
 
-    `beside(g)` emits vector code to overlap, after group g of n times `products`.
+    `overlapped(g)` emits vector code that runs meanwhile, after group g of n times `products`.
     """
     c = e.builder
     width = e.i64(64)
@@ -110,7 +111,7 @@ def multiply(
             _tile(e, "tdpbf16ps", 2, 5, 6)
             _tile(e, "tdpbf16ps", 3, 5, 7)
             held_a, held_b = i, j
-            beside(c.add(c.mul(step, e.i64(len(products))), e.i64(group)))
+            overlapped(c.add(c.mul(step, e.i64(len(products))), e.i64(group)))
 
 
 def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
@@ -125,12 +126,12 @@ def nothing(group: Value) -> None:
 
 def make_scores(
     e: Emit, parts: int, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value,
-    beside: Callable[[Value], None] = nothing,
+    overlapped: Callable[[Value], None] = nothing,
 ) -> None:  # fmt: skip
     """s [32 keys, 32 rows] = K Q^T over 32 n elements."""
     for tile in range(4):
         _tile(e, "tilezero", tile)
-    multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n, beside)
+    multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n, overlapped)
     for tile, corner in enumerate(_corners(e, s, half)):
         _tile(e, "tilestored64", tile, _at(e, corner), e.i64(64))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
-from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
+from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
 from .amx import BLOCK, TILE, load_tile_config, release
@@ -102,23 +102,13 @@ def tile_row(row, steps):
     return row // BLOCK * steps * STEP + row % BLOCK // 16 * TILE + row % 16 * 64
 
 
-def for_parts(parts):
-    """A decorator for functions that are compiled once for each number of parts."""
-
-    def piece(fn):
-        fn.__qualname__ = f"{fn.__name__}_{parts}"  # cached code is found by name, which must be unique
-        return jit(fn)
-
-    return piece
-
-
 def pack_functions(parts):
     """`pack_queries`, `pack_keys` and `pack_values` of the AMX policy."""
-    piece, PARTS_ = for_parts(parts), np.int64(parts)
+    jit_parts, PARTS_ = policy_jit(parts), np.int64(parts)
     split_row, split_half_row = make_split_row(parts), make_split_row(parts, "f16")
     transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
 
-    @piece
+    @jit_parts
     def pack_row(w, dtype, width, to, part, jump, source, padded, keep):
         """Packs a row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Returns whether a number was not
         finite, and whether one was infinite. Such a number is its own first part, or 0 unless `keep`.
@@ -133,7 +123,7 @@ def pack_functions(parts):
             and split_half_row(to, part, jump, source, padded) == F(0)
         ):
             return False, False
-        widen_row(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
+        row_to_f32(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
         if split_row(to, part, jump, w.rows, padded) == F(0):
             return False, False
         infinite = False
@@ -147,13 +137,13 @@ def pack_functions(parts):
                     put_one(at + n * part, dtypes.BF16, ZERO, F(0))
         return True, infinite
 
-    @piece
+    @jit_parts
     def pack_key_row(p, w, x, at, to, part, jump, key, padded, keep):
         """The row of a key in K or V."""
         source = row_address(p, x.base, x.b, x.h, x.l, at, key)
         return pack_row(w, x.dtype, x.width, to, part, jump, source, padded, keep)
 
-    @piece
+    @jit_parts
     def pack_queries(p, t, w, item, q_start, R):
         """Packs Q^T, an operand of 32 columns for each panel; clears the sums. Returns whether a number is infinite."""
         bad, n, D, Dv = False, item.rows, up(p.head_dim, BLOCK), up(p.value_dim, BLOCK)
@@ -178,7 +168,7 @@ def pack_functions(parts):
         load_tile_config(p.tile_config)
         return False
 
-    @piece
+    @jit_parts
     def pack_keys(p, t, w, x, at, tile, count, last):
         """Packs K, an operand of `count` rows and some padding. Returns whether a number is infinite."""
         bad, D = False, up(p.head_dim, BLOCK)
@@ -190,7 +180,7 @@ def pack_functions(parts):
             return True
         return False
 
-    @piece
+    @jit_parts
     def pack_value_tiles(p, t, w, x, at, tile, count, keep):
         """Packs V^T, an operand of Dv rows, padded with zeros to a multiple of 32 keys. Returns whether a number is not
         finite. Unless `keep`, such numbers become 0; `v_table` marks their keys.
@@ -199,7 +189,7 @@ def pack_functions(parts):
         rows, part, v_part = w.rows + 4 * max(D, Dv), 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
         for j in range(0, count, BLOCK):
             base, step = rows, 2 * Dv
-            evenly = (p.table == 0 or p.page % BLOCK == 0) and at.chosen == 0
+            evenly = (p.table == 0 or p.page % BLOCK == 0) and at.selected == 0
             in_place = keep and x.width % W == 0 and j + BLOCK <= count and evenly
             if in_place and (parts == 1 or x.dtype == dtypes.F16):
                 base, step = row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.l
@@ -222,7 +212,7 @@ def pack_functions(parts):
                         bad |= transpose_pairs(to + n * v_part, ZERO, base + n * part + 2 * c, step) != F(0)
         return bad
 
-    @piece
+    @jit_parts
     def pack_values(p, t, w, x, at, tile, count, full):
         """Packs V^T; extracts non-finite values if some row does not see them, or they cannot be split."""
         nonfinite = pack_value_tiles(p, t, w, x, at, tile, count, True) and (parts > 1 or not full)

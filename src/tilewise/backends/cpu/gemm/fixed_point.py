@@ -83,10 +83,10 @@ def join_limbs(e: Emit, limbs: list[Value]) -> Value:
     return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
 
 
-def weights_at(e: Emit, queries: int, element: Value, bits: Value, ldp: Value, line: Value) -> list[Value]:
+def weights_at(e: Emit, queries: int, element: Value, bits: Value, ldp: Value, group_stride: Value) -> list[Value]:
     """Offsets of each row's packed weights for the scale group of `element`: `2**bits` elements share a scale."""
     b = e.builder
-    first = b.mul(b.lshr(element, bits), line)
+    first = b.mul(b.lshr(element, bits), group_stride)
     return [b.add(first, b.mul(ldp, e.i64(i))) for i in range(queries)]
 
 
@@ -134,14 +134,15 @@ def quantise_queries(to, q, rows, width, dtype):  # type: ignore[no-untyped-def]
 
 @jit
 def are_quantised(queries, width):  # type: ignore[no-untyped-def]
+    """Whether `quantise_queries` could pack the rows."""
     return get_f32(queries + 4 * query_words(width) - 4) >= F(0)
 
 
 @jit
-def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
+def are_finite(scales, ld, count, groups):  # type: ignore[no-untyped-def]
     """Whether `count` scales of each group are finite: integer sums would hide an infinite one."""
     for g in range(groups):
-        row = scales + 4 * g * line
+        row = scales + 4 * g * ld
         if not max_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
             return False
     return True

@@ -44,7 +44,7 @@ def set_tiles(e: Emit, at: Value, rows: Value) -> None:
 
 @microkernel("iiiiiiiii")
 def amx_qk_block(
-    e: Emit, s: Value, line: Value, many: Value, rows: Value, q: Value, steps: Value, copy: Value, sums: Value,
+    e: Emit, s: Value, lds: Value, many: Value, rows: Value, q: Value, steps: Value, copy: Value, sums: Value,
     distance: Value,
 ) -> None:  # fmt: skip
     """s[r, 32 keys] = q[r] . k over 32 * steps elements; 4 rows, or 16 if `many`. `q` is [steps, 16 pairs, 16 rows]."""
@@ -68,22 +68,22 @@ def amx_qk_block(
     for half in range(2):
         columns = e.transpose([e.load(sums, half * TILE // 4 + j * W) for j in range(W)])
         for r in range(4):
-            e.store(columns[r], s, b.add(b.mul(line, e.i64(r)), e.i64(half * W)))
+            e.store(columns[r], s, b.add(b.mul(lds, e.i64(r)), e.i64(half * W)))
         with b.if_then(b.icmp_signed("!=", many, e.i64(0))):
             for r in range(4, ROWS):
-                e.store(columns[r], s, b.add(b.mul(line, e.i64(r)), e.i64(half * W)))
+                e.store(columns[r], s, b.add(b.mul(lds, e.i64(r)), e.i64(half * W)))
 
 
 @microkernel("iiiiiiiii")
 def amx_pv_block(
-    e: Emit, acc: Value, columns: Value, s: Value, line: Value, count: Value, rows: Value, pairs: Value,
+    e: Emit, acc: Value, columns: Value, s: Value, lds: Value, count: Value, rows: Value, pairs: Value,
     weights: Value, distance: Value,
 ) -> None:  # fmt: skip
     """acc[r] += p[r, 32 keys] v for `count` rows of `columns` floats."""
     b = e.builder
     with e.loop(count) as r:
         for half in range(2):
-            p = e.load(s, b.add(b.mul(r, line), e.i64(half * W)))
+            p = e.load(s, b.add(b.mul(r, lds), e.i64(half * W)))
             short = b.trunc(e.bf16_bits(p, e.i32s), e.vector(I16))
             at = b.add(b.mul(r, e.i64(BLOCK)), e.i64(half * W))
             b.store(short, e.pointer(weights, at, I16, short.type)).align = 2
@@ -110,15 +110,15 @@ def amx_pv_block(
         _tile(e, "tilestored64", ACC, at, stride)
 
 
-def amx_qk(s, line, R, rows, count, q, steps, copy, sums, distance):  # type: ignore[no-untyped-def]
+def amx_qk(s, lds, R, rows, count, q, steps, copy, sums, distance):  # type: ignore[no-untyped-def]
     """s [R, count] = q k^T; `count` is a multiple of 32."""
     set_tiles(sums, R)
     for j in range(0, count, BLOCK):
-        amx_qk_block(s + 4 * j, line, R > 4, rows + 8 * j, q, steps, copy, sums, distance)
+        amx_qk_block(s + 4 * j, lds, R > 4, rows + 8 * j, q, steps, copy, sums, distance)
 
 
-def amx_pv(acc, columns, s, line, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
+def amx_pv(acc, columns, s, lds, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
     """acc [R, columns] += p v; `count` is a multiple of 32. Releases the tiles that `amx_qk` configured."""
     for j in range(0, count, BLOCK):
-        amx_pv_block(acc, columns, s + 4 * j, line, R, rows + 8 * j, pairs, weights, distance)
+        amx_pv_block(acc, columns, s + 4 * j, lds, R, rows + 8 * j, pairs, weights, distance)
     release()

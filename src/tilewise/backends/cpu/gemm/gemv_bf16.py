@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..codegen.bf16_dot import dot_pairs
 from ..codegen.load_store import get_i32, put_i32
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I16, I64, Emit, Value, W, microkernel
 from ..scratch import SCORES
-from .gradient import dot_pairs
 
 BLOCKS = (32, 16, 8, 4, 2, 1)  # query rows
 KEYS = 8  # of a block of scores: their addresses fit in registers
-LINE = int(SCORES)  # floats of a row of scores
+LDS = int(SCORES)  # floats of a row of scores
 
 
 @jit
@@ -43,6 +43,7 @@ def pack_pairs(to, row, r, rows, words):  # type: ignore[no-untyped-def]
 
 
 def make_qk(rows: int) -> Any:
+    """Scores of a block of `rows` query rows."""
     vectors = 2 if rows > 1 else 1  # with more, loads would be the bottleneck
     words = vectors * W // rows
 
@@ -76,12 +77,14 @@ def make_qk(rows: int) -> Any:
             row = columns[r * words]
             for column in columns[r * words + 1 : (r + 1) * words]:
                 row = b.fadd(row, column)
-            e.store(row, s, r * LINE)
+            e.store(row, s, r * LDS)
 
     return qk
 
 
 def make_pv(rows: int, vectors: int) -> Any:
+    """Adds to `vectors` vectors of columns of a block of `rows` rows."""
+
     @microkernel("iiiiii")
     def pv(e: Emit, acc: Value, width: Value, p: Value, table: Value, start: Value, pairs: Value) -> None:
         """acc[rows, vectors * W] += p v over `pairs` pairs of keys, of V's columns from byte `start` of a row on."""
@@ -95,7 +98,7 @@ def make_pv(rows: int, vectors: int) -> Any:
                 interleaved = e.shuffle(x, y, [lane for m in range(W) for lane in (m, m + W)])
                 values = b.bitcast(interleaved, e.zeros.type)
                 for r in range(rows):
-                    weights = e.splat(e.load_scalar(p, b.add(i, e.i64(r * LINE)), F32))
+                    weights = e.splat(e.load_scalar(p, b.add(i, e.i64(r * LDS)), F32))
                     sums[r, n].set(dot_pairs(e, weights, values, sums[r, n].get()))
         for r, n in cells:
             at = b.add(b.mul(width, e.i64(r)), e.i64(n * W))
@@ -119,14 +122,14 @@ pv_8x3, pv_8x2, pv_4x4, pv_4x2, pv_2x8, pv_2x2, pv_1x8, pv_1x2 = (
 )
 
 
-def bf16_qk(s, line, R, rows, count, q, steps, copy, sums, distance):  # type: ignore[no-untyped-def]
+def bf16_qk(s, lds, R, rows, count, q, steps, copy, sums, distance):  # type: ignore[no-untyped-def]
     """s [R, count] = q k^T; `count` is a multiple of 32. As `amx_qk`."""
     r = 0
     while r < R:
         n = block_rows(R - r)
         queries = q + 64 * r * steps
         for j in range(0, count, 16):
-            to, keys = s + 4 * (r * line + j), rows + 8 * j
+            to, keys = s + 4 * (r * lds + j), rows + 8 * j
             if n == 32:
                 qk_32(to, keys, queries, steps, sums, distance)
             elif n == 16:
@@ -170,14 +173,14 @@ def add_strip(acc, columns, p, table, c, pairs, rows):  # type: ignore[no-untype
     return 32
 
 
-def bf16_pv(acc, columns, s, line, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
+def bf16_pv(acc, columns, s, lds, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
     """acc [R, columns] += p v; `count` is a multiple of 32. As `amx_pv`; V is cached, since K was read."""
     for r in range(R):
-        round_row(s + 4 * r * line, count)
+        round_row(s + 4 * r * lds, count)
     r = 0
     while r < R:
         n = min(8, block_rows(R - r))
         c = 0
         while c < columns:
-            c += add_strip(acc + 4 * r * columns, columns, s + 4 * r * line, rows, c, count // 2, n)
+            c += add_strip(acc + 4 * r * columns, columns, s + 4 * r * lds, rows, c, count // 2, n)
         r += n

@@ -12,13 +12,13 @@ from typing import Any
 from llvmlite import ir
 
 from ....core.storage import FORMATS
+from ..codegen.bf16_dot import dot_pairs
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
-from .gradient import dot_pairs
+from ..params import CACHE_LINE
 
-CACHE_LINE = 64
-PAIRS = "pairs"
+BF16_DOT = "bf16_dot"
 I1 = ir.IntType(1)
 # Keys in flight for 4, 3, 2 or 1 rows: as many accumulators as leave registers for K and q.
 KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
@@ -27,19 +27,19 @@ KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
 def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
-    `scales` has a float for each key; those of the next group of elements are `line` floats later. For PAIRS a float of
-    q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
+    `scales` has a float for each key; those of the next group of elements are `group_stride` floats later. For BF16_DOT
+    a float of q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
     """
-    pairs = kind == PAIRS
-    kind = "f32" if pairs else kind
+    bf16_dot = kind == BF16_DOT
+    kind = "f32" if bf16_dot else kind
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
 
     @microkernel("iiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, distance: Value,
+        group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
-        b, multiply = e.builder, partial(dot_pairs, e) if pairs else e.fma
+        b, multiply = e.builder, partial(dot_pairs, e) if bf16_dot else e.fma
         span = b.sdiv(width, e.i64(parts))  # elements of a row that a part holds
         bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
         with e.loop(count, keys) as key:
@@ -54,7 +54,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
                     element = b.add(d, b.mul(span, e.i64(part)))
                     ks = [e.load(source, d, kind, part) for source in sources]
                     if FORMATS[kind].is_quantised:
-                        first = b.mul(b.lshr(element, bits), line)
+                        first = b.mul(b.lshr(element, bits), group_stride)
                         factors = [e.splat(e.load_scalar(scales, b.add(first, n), F32)) for n in numbers]
                         ks = [b.fmul(x, factor) for x, factor in zip(ks, factors, strict=True)]
                     for i in range(queries):
@@ -78,39 +78,39 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
 def make_pv(kind: str, queries: int, vectors: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on.
 
-    Weights of the next group of elements, with its scales folded in, are `line` floats later.
+    Weights of the next group of elements, with its scales folded in, are `group_stride` floats later.
     """
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
     vectors //= parts
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         span = b.sdiv(width, e.i64(parts))
-        places = [(part, n) for part in range(parts) for n in range(vectors)]
-        elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in places}
-        cells = [(i, place) for i in range(queries) for place in places]
-        at = {(i, place): b.add(b.mul(lda, e.i64(i)), elements[place]) for i, place in cells}
-        groups = dict.fromkeys(places, e.i64(0))
+        strips = [(part, n) for part in range(parts) for n in range(vectors)]
+        elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in strips}
+        cells = [(i, strip) for i in range(queries) for strip in strips]
+        at = {(i, strip): b.add(b.mul(lda, e.i64(i)), elements[strip]) for i, strip in cells}
+        groups = dict.fromkeys(strips, e.i64(0))
         if FORMATS[kind].is_quantised:
             bits = b.cttz(group, ir.Constant(I1, 1))
-            groups = {place: b.mul(b.lshr(elements[place], bits), line) for place in places}
-        weights_at = {(i, place): b.add(b.mul(ldp, e.i64(i)), groups[place]) for i, place in cells}
+            groups = {strip: b.mul(b.lshr(elements[strip], bits), group_stride) for strip in strips}
+        weights_at = {(i, strip): b.add(b.mul(ldp, e.i64(i)), groups[strip]) for i, strip in cells}
         sums = {cell: e.var(e.zeros) for cell in cells}
         with e.loop(count) as key:
             source = e.load_scalar(rows, key, I64)
             later = b.add(e.load_scalar(rows, b.add(key, distance), I64), b.mul(start, e.i64(size)))
             for byte in range(0, vectors * W * size, CACHE_LINE):
                 prefetch_line(e, b.add(later, e.i64(byte)), level=2)
-            for place in places:
-                part, n = place
+            for strip in strips:
+                part, n = strip
                 x = e.load(source, b.add(start, e.i64(n * W)), kind, part)
                 for i in range(queries):
-                    weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
-                    sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
+                    weight = e.splat(e.load_scalar(p, b.add(weights_at[i, strip], key), F32))
+                    sums[i, strip].set(e.fma(weight, x, sums[i, strip].get()))
         for cell in cells:  # acc is added last, as in the GEMMs
             e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
 
@@ -118,7 +118,7 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
 
 
 def qk_function(kind: str) -> Any:
-    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance)`: s [R, count] = q k^T.
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance)`: s [R, count] = q k^T.
 
     `count` is a multiple of 8.
     """
@@ -152,7 +152,7 @@ def by_rows(name: str, four: Any, three: Any, two: Any, one: Any) -> Any:
 
 
 def pv_function(kind: str) -> Any:
-    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
+    """`fn(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance)`: acc [R, width] += p v."""
     parts = FORMATS[kind].packing  # a step takes a vector from each half of a packed row
     wide = [make_pv(kind, n, 4) for n in ROWS]
     thin = [make_pv(kind, n, parts) for n in ROWS]
@@ -160,14 +160,14 @@ def pv_function(kind: str) -> Any:
     wide_strip, thin_strip = jit(by_rows(f"wide_{kind}", *wide)), jit(by_rows(f"thin_{kind}", *thin))
     step = 4 // parts * W
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         span = width // parts
         start = 0
         while start + step <= span:
-            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
             start += step
         while start < span:
-            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
             start += W
 
     return pv

@@ -27,6 +27,7 @@ BYTES = 4 * W  # of a vector
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
+    """Whether integer dots multiply rows of this storage format and width."""
     return has_sdot() and fits(stored, width)
 
 
@@ -83,7 +84,7 @@ def make_qk(kind: str) -> Any:
     @microkernel("iiiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, R: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value,
-        scales: Value, line: Value, group: Value, distance: Value,
+        scales: Value, group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         size = b.sdiv(width, e.i64(parts))  # bytes of a row
@@ -102,7 +103,7 @@ def make_qk(kind: str) -> Any:
                         [_elements(e, _bytes(e, b.add(x, byte), step), kind, part) for step in range(0, LINE, BYTES)]
                         for x in sources
                     ]
-                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
+                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), group_stride), key))
                     if kind == "int4":
                         factor = b.fmul(factor, e.f32s(1 / 16))
                     with e.loop(R) as i:
@@ -111,12 +112,12 @@ def make_qk(kind: str) -> Any:
                             _fold(e, [_line(e, k, b.add(at, b.mul(width, e.i64(m)))) for k in keys])
                             for m in range(LIMBS)
                         ]
-                        place = b.add(b.mul(lds, i), key)
-                        e.store(e.fma(join_limbs(e, limbs), factor, e.load(s, place)), s, place)
+                        cell = b.add(b.mul(lds, i), key)
+                        e.store(e.fma(join_limbs(e, limbs), factor, e.load(s, cell)), s, cell)
             with e.loop(R) as i:
                 scale = e.splat(e.load_scalar(q, b.sub(b.mul(ldq, b.add(i, e.i64(1))), e.i64(1)), F32))
-                place = b.add(b.mul(lds, i), key)
-                e.store(b.fmul(e.load(s, place), scale), s, place)
+                cell = b.add(b.mul(lds, i), key)
+                e.store(b.fmul(e.load(s, cell), scale), s, cell)
 
     return qk
 
@@ -124,21 +125,21 @@ def make_qk(kind: str) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys (a multiple of 4), for 16 bytes of V's rows from `start` on.
 
-    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `group_stride` words later.
     """
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
         room = b.lshr(ldp, e.i64(2))  # words of a limb
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            starts = weights_at(e, queries, element, bits, ldp, line)
+            starts = weights_at(e, queries, element, bits, ldp, group_stride)
             sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(4)] for _ in range(queries)]
             with e.loop(count, 4) as key:
                 lines = []
@@ -172,19 +173,19 @@ def _columns(e: Emit, rows: list[Value]) -> list[Value]:
     pairs = [[e.shuffle(x, y, [lane + n * half for lane in low]) for n in range(2)] for x, y in (rows[:2], rows[2:])]
     i16 = ir.VectorType(ir.IntType(16), half)
     low = [lane for i in range(half // 2) for lane in (i, i + half)]
-    found = []
+    columns = []
     for n in range(2):
         x, y = b.bitcast(pairs[0][n], i16), b.bitcast(pairs[1][n], i16)
-        found += [b.bitcast(e.shuffle(x, y, [lane + m * half // 2 for lane in low]), rows[0].type) for m in range(2)]
-    return found
+        columns += [b.bitcast(e.shuffle(x, y, [lane + m * half // 2 for lane in low]), rows[0].type) for m in range(2)]
+    return columns
 
 
 def sdot_qk_function(kind: str) -> Any:
     """As `gemv_fp32.qk_function`: `q` is packed by `quantise_queries`, `count` a multiple of 4."""
     product = make_qk(kind)
 
-    def qk(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance):  # type: ignore[no-untyped-def]
-        product(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance)
+    def qk(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance):  # type: ignore[no-untyped-def]
+        product(q, ldq, R, rows, count, width, s, lds, scales, group_stride, group, distance)
 
     return qk
 
@@ -194,20 +195,20 @@ def sdot_pv_function(kind: str) -> Any:
     two, one, parts = make_pv(kind, 2), make_pv(kind, 1), PARTS[kind]
 
     @jit
-    def four(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
+    def four(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance):  # type: ignore[no-untyped-def]
         """Two and two: the sums of four rows would not fit in registers."""
-        two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
-        two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
+        two(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance)
+        two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, group_stride, group, start, ZERO)
 
     @jit
-    def three(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
-        two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
-        one(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
+    def three(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance):  # type: ignore[no-untyped-def]
+        two(acc, lda, rows, count, width, p, ldp, group_stride, group, start, distance)
+        one(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, group_stride, group, start, ZERO)
 
     strip = jit(by_rows(f"sdot_{kind}", four, three, two, one))
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, BYTES):
-            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
 
     return pv

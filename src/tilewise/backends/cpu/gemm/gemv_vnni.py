@@ -27,6 +27,7 @@ KEYS = 16  # of a block of scores
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
+    """Whether integer dots multiply rows of this storage format and width."""
     return has_vnni() and fits(stored, width)
 
 
@@ -34,11 +35,11 @@ def has_vnni() -> bool:
     return W == 16 and {"avx512vnni", "avx512bw"} <= set(cpu_features())
 
 
-def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
-    """total + the dot product of four bytes in each lane, unsigned `plain` and signed."""
+def _product(e: Emit, total: Value, unsigned: Value, signed: Value) -> Value:
+    """total + the dot product of four bytes in each lane, `unsigned` and `signed`."""
     kind = ir.FunctionType(total.type, [total.type] * 3)
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-    return e.builder.call(function, [total, plain, signed])
+    return e.builder.call(function, [total, unsigned, signed])
 
 
 def _splat_word(e: Emit, address: Value, offset: Value) -> Value:
@@ -52,7 +53,7 @@ def make_qk(kind: str, queries: int) -> Any:
     @microkernel("iiiiiiiiiii")
     def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, distance: Value,
+        group_stride: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         size = b.sdiv(width, e.i64(parts))  # bytes of a row
@@ -83,11 +84,11 @@ def make_qk(kind: str, queries: int) -> Any:
                     for n, x in enumerate(transposed):
                         if kind == "int4":
                             x = b.and_(b.lshr(x, e.i32s(4)) if part else x, e.i32s(0x0F0F0F0F))
-                        place = b.add(word, e.i64(n))
+                        word_at = b.add(word, e.i64(n))
                         for row, at in zip(sums, limbs_at, strict=True):
                             for m in range(LIMBS):
-                                row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], place)))
-                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
+                                row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], word_at)))
+                    factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), group_stride), key))
                     for score, row in zip(scores, sums, strict=True):
                         score.set(e.fma(join_limbs(e, row), factor, score.get()))
             for i, score in enumerate(scores):
@@ -100,14 +101,14 @@ def make_qk(kind: str, queries: int) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for a line of V's bytes from `start` on.
 
-    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `group_stride` words later.
     """
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
     def pv(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, distance: Value,
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value,
+        group_stride: Value, group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
@@ -115,7 +116,7 @@ def make_pv(kind: str, queries: int) -> Any:
         i16, i32 = e.vector(I16, 2 * W), e.vector(I32)
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            starts = weights_at(e, queries, element, bits, ldp, line)
+            starts = weights_at(e, queries, element, bits, ldp, group_stride)
             halves: list[list[list[Value]]] = []  # [half, query, 2]: 16 sums each
             for half in range(2):
                 sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(2)] for _ in range(queries)]
@@ -168,13 +169,13 @@ def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
             lanes = [lane + side for i in (0, 1) for side in (0, W) for lane in first[i * quarter : (i + 1) * quarter]]
             pairs.append(e.shuffle(x, y, lanes))  # [x_2n, y_2n, x_2n+1, y_2n+1]
     low0, low1, high0, high1 = pairs
-    found = []
+    rows = []
     for a, c in ((low0, high0), (low1, high1)):
         for n in range(2):
             half = range(n * W // 2, (n + 1) * W // 2)
             lanes = [*half, *(W + lane for lane in half)]
-            found.append(e.shuffle(a, c, lanes))
-    return found
+            rows.append(e.shuffle(a, c, lanes))
+    return rows
 
 
 def vnni_qk_function(kind: str) -> Any:
@@ -186,8 +187,8 @@ def vnni_pv_function(kind: str) -> Any:
     """As `gemv_fp32.pv_function`, with weights packed by `pack_weights`; `count` is a multiple of 4."""
     strip, parts = jit(by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in ROWS))), PARTS[kind]
 
-    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, group_stride, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, LINE):
-            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
+            strip(acc, lda, R, rows, count, width, p, ldp, group_stride, group, start, distance)
 
     return pv

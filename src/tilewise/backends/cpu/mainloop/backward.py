@@ -8,49 +8,44 @@ A tile is a block of BK keys and BQ rows of each head of the group. Its cells ar
 dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks: a
 block waits for its turn at each tile of rows, so the bits do not depend on threads. Threads take blocks in that order,
 interleaved with those of other heads, so a thread seldom waits. The last block of a tile writes its dq.
+
+`ld` is the leading dimension of s and dP: R, padded to whole panels.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
-from collections import namedtuple
-
 from numba import types
 
 from ....core.large_lse import LARGE
-from ..codegen.calls import call_nothing
-from ..codegen.load_store import clear, fetch_add, get_f32, get_i64, load_acquire, put_f32, put_i64, store_release
+from ..codegen.load_store import clear, fetch_add, get_f32, load_acquire, put_f32, store_release
 from ..codegen.numba_ops import (
     INF,
     ONE,
     ZERO,
     F,
+    back_off,
     gradients_at,
     item_at,
     jit,
     params_at,
+    policy_jit,
+    row_to_f32,
     store_row,
     up,
-    widen_row,
 )
 from ..codegen.vector import W
-from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
-from ..kv_access import affine, key_span, place, query_span, sequence
+from ..gemm.fp32 import KEYS, PANEL, ROWS
+from ..kv_access import affine, kv_location, query_span, sequence
 from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
+from .backward_cells import dot_minus
 from .backward_fp32 import FP32
-from .gradient_cells import add_distances, dot_less, probs_full, probs_masked, softcap_slope, times_cells
-from .gradient_mask import add_bias, add_mask
-from .gradient_products import named
+from .backward_tile import Tile, differentiate, init_tile_rows, list_blocks
 from .mask import read_states
-from .rows import from_first_key, list_spans, seen_by_some, set_row
-from .scores import LARGEST, bias_scores, scale_scores
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
-SPINS = 64  # before a waiting thread yields
-# Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
-Tile = namedtuple("Tile", "b head row rows start end block")
 
 
 def schedule_backward(params, order):
@@ -72,14 +67,14 @@ def schedule_backward(params, order):
 
 
 @jit
-def rows_seeing(p, block, kv_len, places, q_len):
+def rows_seeing(p, block, kv_len, positions, q_len):
     """The first and last row that may see a key of a block.
 
     With strides there may be none: both are then the row after which the block's keys are.
     """
     start = block * p.tile_keys
     end = min(start + p.tile_keys, kv_len)
-    return query_span(p, places, start, q_len)[0], query_span(p, places, end - 1, q_len)[1]
+    return query_span(p, positions, start, q_len)[0], query_span(p, positions, end - 1, q_len)[1]
 
 
 @jit
@@ -94,142 +89,58 @@ def visits(p, tile, block):
     return first < tile.row + tile.rows and last > tile.row
 
 
-# Tiles
-
-
 @jit
-def set_up_rows(p, g, t, tile, R):
-    """Spans, positions, slopes, lse (m) and delta (l) of a tile's rows. Rows whose lse is infinite see nothing."""
-    q_start, _, _, kv_len, offset = sequence(p, tile.b)
-    group, n, places = p.heads // p.kv_heads, tile.rows, affine(p, tile.b, offset)
-    b = ZERO if p.cu_q else tile.b
-    for h in range(group):
-        head, slope = tile.head * group + h, F(0)
-        if p.slopes:
-            slope = get_f32(p.slopes + tile.b * p.slopes_b + head * p.slopes_h)
-        lses = p.lse + b * p.lse_b + head * p.lse_h
-        deltas = g.delta + b * g.delta_b + head * g.delta_h
-        for i in range(n):
-            line = q_start + tile.row + i
-            lo, hi = key_span(p, places, tile.row + i, kv_len)
-            lo, hi = max(lo, tile.start), min(hi, tile.end)
-            lse = get_f32(lses + line * p.lse_l)
-            if lo >= hi or abs(lse) == INF:
-                lo, hi = ZERO, ZERO
-            set_row(t, h * n + i, lo, hi, from_first_key(places, tile.row + i), slope)
-            put_f32(t.m + 4 * (h * n + i), lse)
-            put_f32(t.l + 4 * (h * n + i), get_f32(deltas + line * g.delta_l))
-    for r in range(R, up(R, PANEL)):
-        set_row(t, r, ZERO, ZERO, ZERO, F(0))
-    list_spans(t, up(R, PANEL))
-
-
-@jit
-def list_blocks(t, tile, R, count):
-    """For each block of KEYS keys, the first to the last row that sees any of it, in blocks of ROWS."""
-    for k in range(0, count, KEYS):
-        first, last = R, ZERO
-        for i in range(0, R, ROWS):
-            lo, hi = seen_by_some(t, i, i + ROWS)
-            if lo < tile.start + k + KEYS and hi > tile.start + k:
-                first, last = min(first, i), i + ROWS
-        put_i64(t.first_row + 8 * (k // KEYS), first)
-        put_i64(t.last_row + 8 * (k // KEYS), last)
-
-
-@jit
-def differentiate(p, g, t, tile, R, line, count, factor):
-    """Turns dot products s and dP into P and dS, and adds to the gradients of the mask and of ALiBi slopes.
-
-    `factor`: the factor that plain scores still need.
-    """
-    cap = F(min(p.softcap, LARGEST))
-    clear(t.distances, up(R, WHOLE_ROWS))
-    for first in range(0, up(R, WHOLE_ROWS), W):
-        k0, k1 = count, ZERO
-        for k in range(0, count, KEYS):
-            if get_i64(t.first_row + 8 * (k // KEYS)) < first + W and get_i64(t.last_row + 8 * (k // KEYS)) > first:
-                k0, k1 = min(k0, k), min(count, k + KEYS)
-        if k0 >= k1:
-            continue
-        at, n, key = 4 * (k0 * line + first), k1 - k0, tile.start + k0
-        s, ds, m, l = t.s + at, t.ds + at, t.m + 4 * first, t.l + 4 * first
-        scale_scores(p, s, line, n)
-        if p.softcap > 0:
-            softcap_slope(s, t.dcap + at, line, n, cap)
-        if bias_scores(p, t, tile, s, line, first, R, key, n):
-            probs_masked(s, ds, line, n, m, l, factor)
-        else:
-            probs_full(s, ds, line, n, m, l, factor)
-        if g.dslopes:
-            stride = affine(p, tile.b, ZERO).k_stride
-            add_distances(ds, line, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
-        if g.dq_bias or g.dk_bias:
-            add_bias(p, g, t, tile, ds, line, first, R, key, n)
-        if g.dmask:
-            add_mask(p, g, t, tile, ds, line, first, R, key, n)
-        if p.softcap > 0:
-            times_cells(ds, t.dcap + at, line, n)
-    if g.dslopes:
-        for r in range(R):
-            to = t.slope_sums + 4 * (r // tile.rows)
-            put_f32(to, get_f32(to) + get_f32(t.distances + 4 * r))
-
-
-@jit
-def wait_turn(g, turn, block):
+def wait_turn(p, semaphore, block):
     """Waits for this block's turn. No deadlock: earlier blocks were taken first, and do not wait for later ones."""
     spins = 0
-    while load_acquire(turn) != block:
-        spins += 1
-        if spins > SPINS:
-            call_nothing(g.give_way)
+    while load_acquire(semaphore) != block:
+        spins = back_off(spins, p.yield_thread)
 
 
 def delta(params, scratch):
-    """The kernel before it: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
+    """The kernel before the mainloop: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
     p = params_at(params)
     g, Dv = gradients_at(p.gradients), up(p.value_dim, W)
     index = fetch_add(p.gradients + NEXT_ROWS)
     while index < (p.heads if p.cu_q else p.batch * p.heads):
         b, head = index // p.heads, index % p.heads
         for i in range(g.rows):
-            lse, less, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
+            lse, dlse, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
             if abs(lse) != INF:
                 if abs(lse) > LARGE:
                     g.large = 1
                 at = g.dout + b * g.dout_b + head * g.dout_h + i * g.dout_l
-                widen_row(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                row_to_f32(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 at = p.out + b * p.out_b + head * p.out_h + i * p.out_l
-                widen_row(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                row_to_f32(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 if g.dlse:
-                    less = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
-                value = dot_less(scratch, scratch + 4 * Dv, Dv, F(1), less)
+                    dlse = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
+                value = dot_minus(scratch, scratch + 4 * Dv, Dv, F(1), dlse)
             put_f32(g.delta + b * g.delta_b + head * g.delta_h + i * g.delta_l, value)
         index = fetch_add(p.gradients + NEXT_ROWS)
 
 
 def mainloop(gemm):
-    """`fn(params, scratch)`, a thread's main function, for a policy of `gradient_products.py`."""
+    """`fn(params, scratch)`, a thread's main function, for a policy of `backward_products.py`."""
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
-    @named(gemm.name)
-    def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
+    @policy_jit(gemm.name)
+    def add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped):
         """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
         q_start, q_len, _, _, _ = sequence(p, tile.b)
         before = q_start // p.tile_rows + tile.b if p.cu_q else tile.b * ((q_len + p.tile_rows - 1) // p.tile_rows)
         slot = tile.head * g.slots + before + tile.row // p.tile_rows
         group = p.heads // p.kv_heads
-        sums, turn = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.turns + 8 * slot
+        sums, semaphore = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.dq_semaphores + 8 * slot
         if visits(p, tile, tile.block - 1):
-            wait_turn(g, turn, tile.block)
+            wait_turn(p, semaphore, tile.block)
         else:
             clear(sums, up(R, ROWS) * D)
-        if not nothing:
-            add_queries(p, t, tile, line, clean_keys, sums, R)
+        if not skipped:
+            add_queries(p, t, tile, ld, finite_keys, sums, R)
         if visits(p, tile, tile.block + 1):
-            store_release(turn, tile.block + 1)
+            store_release(semaphore, tile.block + 1)
             return
         n, b = tile.rows, ZERO if p.cu_q else tile.b
         for r in range(R):
@@ -237,29 +148,29 @@ def mainloop(gemm):
             to = g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_l
             store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
 
-    @named(gemm.name)
-    def row_tile(p, g, t, tile, clean_keys):
+    @policy_jit(gemm.name)
+    def row_tile(p, g, t, tile, finite_keys):
         """A tile of rows: adds to dK and dV, and in turn to dQ."""
         count = tile.end - tile.start
         R = p.heads // p.kv_heads * tile.rows
-        line = up(R, PANEL)
-        _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
-        if not nothing:
-            set_up_rows(p, g, t, tile, R)
+        ld = up(R, PANEL)
+        _, skipped = read_states(p, tile, t.states, tile.start, tile.end)
+        if not skipped:
+            init_tile_rows(p, g, t, tile, R)
             load_rows(p, g, t, tile, R)
             list_blocks(t, tile, R, count)
-            if not cells(p, t, tile, R, line, count):
-                factor = dots(p, t, tile, R, line, count)
-                differentiate(p, g, t, tile, R, line, count, factor)
-                pack_cells(t, line, count)
+            if not cells(p, t, tile, R, ld, count):
+                factor = dots(p, t, tile, R, ld, count)
+                differentiate(p, g, t, tile, R, ld, count, factor)
+                pack_cells(t, ld, count)
             if g.dv:
-                add_values(p, t, line, count)
+                add_values(p, t, ld, count)
             if g.dk:
-                add_keys(p, t, line, count)
+                add_keys(p, t, ld, count)
         if g.dq:
-            add_to_queries(p, g, t, tile, clean_keys, R, line, nothing)
+            add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped)
 
-    @named(gemm.name)
+    @policy_jit(gemm.name)
     def key_block(p, g, t, b, head, block):
         """A block of keys of one KV head: its dK and dV, and its share of dQ and of the other gradients."""
         _, q_len, kv_start, kv_len, offset = sequence(p, b)
@@ -269,9 +180,9 @@ def mainloop(gemm):
             return
         D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
         whole = Tile(b, head, ZERO, q_len, start, end, block)
-        at = place(p, whole, kv_start, ZERO)
+        at = kv_location(p, whole, kv_start, ZERO)
         count = end - start
-        clean_keys = load_keys(p, t, at, start, count)
+        finite_keys = load_keys(p, t, at, start, count)
         clear(t.dk, up(count, KEYS) * D)
         clear(t.dv, up(count, KEYS) * Dv)
         for h in range(group):
@@ -280,14 +191,14 @@ def mainloop(gemm):
         for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
             tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
             if first < row + tile.rows:  # else no row is that far
-                row_tile(p, g, t, tile, clean_keys)
+                row_tile(p, g, t, tile, finite_keys)
         for j in range(count):
-            line = kv_start + start + j
+            token = kv_start + start + j
             if g.dk:
-                to = g.dk + at.b * g.dk_b + head * g.dk_h + line * g.dk_l
+                to = g.dk + at.b * g.dk_b + head * g.dk_h + token * g.dk_l
                 store_row(to, p.k_dtype, t.dk + 4 * j * D, p.head_dim, F(p.scale))
             if g.dv:
-                to = g.dv + at.b * g.dv_b + head * g.dv_h + line * g.dv_l
+                to = g.dv + at.b * g.dv_b + head * g.dv_h + token * g.dv_l
                 store_row(to, p.v_dtype, t.dv + 4 * j * Dv, p.value_dim, F(1))
         if g.dslopes:
             for h in range(group):

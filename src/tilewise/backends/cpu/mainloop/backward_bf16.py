@@ -14,25 +14,25 @@ from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i64, get_one, put_one
 from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up
 from ..codegen.vector import W
+from ..gemm.backward import gemm_columns_bf16, gemm_rows_bf16
 from ..gemm.fp32 import KEYS, PANEL
-from ..gemm.gradient import gemm_columns_bf16, gemm_rows_bf16
 from ..kv_access import key_source, list_rows, query_row, sequence, value_source
-from .backward_fp32 import dout_at, transpose_rows
-from .gradient_cells import (
+from .backward_cells import (
     copy_16,
     ds_of_dots,
     pair_cells,
     pair_rows,
-    pair_rows_clean,
+    pair_rows_finite,
     probs_full,
     probs_masked,
     probs_of_dots,
     round_cells,
 )
-from .gradient_products import Policy, blocked_products
+from .backward_fp32 import dout_at, transpose_rows
+from .backward_products import Policy, blocked_products
 from .prefill_fp32 import DOT_LENGTH
 from .rows import sees_all
-from .scores import bias_scores, is_plain, unit
+from .scores import bias_scores, scale_in_softmax, softmax_scale
 
 multiply, dot_rows, add_to_keys, add_to_rows = blocked_products("bf16", gemm_rows_bf16, gemm_columns_bf16, 2)
 
@@ -68,8 +68,8 @@ def load_keys_bf16(p, t, at, start, count):
     copy_keys(p, t, value_source(p), at, t.values, start, count)
     copy_keys(p, t, key_source(p), at, t.keys, start, count)
     for j in range(0, up(count, KEYS), 2):
-        pair_rows_clean(t.clean_keys + 4 * (j // 2) * D, t.keys + 4 * j * n, t.keys + 4 * (j + 1) * n, D)
-    return t.clean_keys
+        pair_rows_finite(t.finite_keys + 4 * (j // 2) * D, t.keys + 4 * j * n, t.keys + 4 * (j + 1) * n, D)
+    return t.finite_keys
 
 
 @jit
@@ -90,52 +90,52 @@ def load_rows_bf16(p, g, t, tile, R):
     transpose_rows(t.dout, dout_rows, R, dout_units)
     for r in range(0, rows, 2):  # non-finite values in Q are replaced by 0: such a row has lse NaN
         x, y = q_rows + 4 * r * q_units, dout_rows + 4 * r * dout_units
-        pair_rows_clean(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
+        pair_rows_finite(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
         pair_rows(t.dout_rows + 2 * r * Dv, y, y + 4 * dout_units, Dv)
 
 
 @jit
-def dots_bf16(p, t, tile, R, line, count):
-    """Computes s and dP. Returns the factor that plain scores still need."""
+def dots_bf16(p, t, tile, R, ld, count):
+    """Computes s and dP, [count, R]. Returns the factor that scores still need (`softmax_scale`)."""
     n = units(p.head_dim)
-    dot_rows(t, t.keys, t.q, t.s, line, count, n, n)
+    dot_rows(t, t.keys, t.q, t.s, ld, count, n, n)
     n = units(p.value_dim)
-    dot_rows(t, t.values, t.dout, t.ds, line, count, n, n)
-    return unit(p)
+    dot_rows(t, t.values, t.dout, t.ds, ld, count, n, n)
+    return softmax_scale(p)
 
 
 @jit
-def ds_pairs(t, line, count):
+def ds_pairs(t, ld, count):
     """The address of dS in pairs of keys, behind P."""
-    return t.s + 2 * up(count, KEYS) * line
+    return t.s + 2 * up(count, KEYS) * ld
 
 
 @jit
-def pack_cells_bf16(t, line, count):
+def pack_cells_bf16(t, ld, count):
     """Rounds P and dS in place, and packs dS in pairs of keys. Padding keys are 0."""
-    round_cells(t.s, t.s, up(count, KEYS) * line)
+    round_cells(t.s, t.s, up(count, KEYS) * ld)
     for k in range(0, count, 2):
-        x = t.ds + 4 * k * line
-        pair_cells(ds_pairs(t, line, count) + 2 * k * line, x, x + 4 * line, line)
-    round_cells(t.ds, t.ds, up(count, KEYS) * line)
+        x = t.ds + 4 * k * ld
+        pair_cells(ds_pairs(t, ld, count) + 2 * k * ld, x, x + 4 * ld, ld)
+    round_cells(t.ds, t.ds, up(count, KEYS) * ld)
 
 
 @jit
-def cells_bf16(p, t, tile, R, line, count):
-    """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form of
-    `pack_cells`; no float32 tile is stored. False if scores are not plain.
+def cells_bf16(p, t, tile, R, ld, count):
+    """P and dS of scores that the softmax scales, KEYS keys and a panel of rows at a time, in the form of `pack_cells`;
+    no float32 tile is stored. False for other scores.
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
-    if not is_plain(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
+    if not scale_in_softmax(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
         return False
-    for panel in range(0, line, PANEL):
+    for panel in range(0, ld, PANEL):
         q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv
         for k in range(0, count, KEYS):
-            key, at = tile.start + k, k * line + panel
-            probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, line, count) + 2 * k * line + 4 * panel
+            key, at = tile.start + k, k * ld + panel
+            probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, ld, count) + 2 * k * ld + 4 * panel
             if k + KEYS <= count and sees_all(t, panel, panel + PANEL, key, key + KEYS):
-                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, unit(p), t.dcap, probs, line)
-                ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, line)
+                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, softmax_scale(p), t.dcap, probs, ld)
+                ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, ld)
                 continue
             first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
             last = min(panel + PANEL, get_i64(t.last_row + 8 * (k // KEYS)))
@@ -148,32 +148,35 @@ def cells_bf16(p, t, tile, R, line, count):
             for i in range(0, n * W, W):
                 m, l, here = t.m + 4 * (first + i), t.l + 4 * (first + i), min(KEYS, count - k)
                 if bias_scores(p, t, tile, s + 4 * i, PANEL, first + i, R, key, here):
-                    probs_masked(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+                    probs_masked(s + 4 * i, dp + 4 * i, PANEL, here, m, l, softmax_scale(p))
                 else:
-                    probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+                    probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, softmax_scale(p))
             for i in range(0, KEYS, 2):
-                x, to = 4 * i * PANEL, i * line + from_panel
+                x, to = 4 * i * PANEL, i * ld + from_panel
                 for j in range(2):
-                    round_cells(probs + 2 * (to + j * line), s + x + 4 * j * PANEL, n * W)
-                    round_cells(ds + 2 * (to + j * line), dp + x + 4 * j * PANEL, n * W)
-                pair_cells(pairs + 2 * i * line + 4 * from_panel, dp + x, dp + x + 4 * PANEL, n * W)
+                    round_cells(probs + 2 * (to + j * ld), s + x + 4 * j * PANEL, n * W)
+                    round_cells(ds + 2 * (to + j * ld), dp + x + 4 * j * PANEL, n * W)
+                pair_cells(pairs + 2 * i * ld + 4 * from_panel, dp + x, dp + x + 4 * PANEL, n * W)
     return True
 
 
 @jit
-def add_values_bf16(p, t, line, count):
-    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+def add_values_bf16(p, t, ld, count):
+    """dV [count, Dv] += P dO."""
+    add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
-def add_keys_bf16(p, t, line, count):
-    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+def add_keys_bf16(p, t, ld, count):
+    """dK [count, D] += dS Q."""
+    add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
-def add_queries_bf16(p, t, tile, line, clean_keys, sums, R):
-    cells = ds_pairs(t, line, tile.end - tile.start)
-    add_to_rows(t, tile, cells, line, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
+def add_queries_bf16(p, t, tile, ld, finite_keys, sums, R):
+    """dQ [R, D] += dS^T K."""
+    cells = ds_pairs(t, ld, tile.end - tile.start)
+    add_to_rows(t, tile, cells, ld, finite_keys, sums, R, up(p.head_dim, W), p.tile_keys)
 
 
 BF16 = Policy(

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_f32, transpose
-from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up, widen_row
+from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, row_to_f32, up
 from ..codegen.vector import W
+from ..gemm.backward import gemm_columns, gemm_rows
 from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
-from ..gemm.gradient import gemm_columns, gemm_rows
-from ..kv_access import key_source, list_rows, query_row, sequence, value_source, widen_rows
-from .gradient_cells import clean, dot_less
-from .gradient_products import Policy, blocked_products
+from ..kv_access import key_source, list_rows, query_row, rows_to_f32, sequence, value_source
+from .backward_cells import dot_minus, zero_nonfinite
+from .backward_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
-from .scores import is_plain, unit
+from .scores import scale_in_softmax, softmax_scale
 
 _, dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm_columns, 1)
 
@@ -24,16 +24,16 @@ def load_keys(p, t, at, start, count):
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     v, k = value_source(p), key_source(p)
     list_rows(p, v, at, t.table, start, count, ONE)
-    widen_rows(p, v, at, t.table, t.values, start, count, ONE)
+    rows_to_f32(p, v, at, t.table, t.values, start, count, ONE)
     list_rows(p, k, at, t.table, start, count, ONE)
-    bad = widen_rows(p, k, at, t.table, t.keys, start, count, ONE)
+    bad = rows_to_f32(p, k, at, t.table, t.keys, start, count, ONE)
     padded = up(count, KEYS)
     clear(t.values + 4 * count * Dv, (padded - count) * Dv)
     clear(t.keys + 4 * count * D, (padded - count) * D)
     if bad == F(0):
         return t.keys
-    clean(t.clean_keys, t.keys, padded * D)
-    return t.clean_keys
+    zero_nonfinite(t.finite_keys, t.keys, padded * D)
+    return t.finite_keys
 
 
 @jit
@@ -57,13 +57,13 @@ def load_rows(p, g, t, tile, R):
             clear(dout_row, Dv)
             continue
         at = query_row(p, tile, q_start, r // n, r % n)
-        bad += widen_row(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+        bad += row_to_f32(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         at = dout_at(p, g, tile, q_start, r // n, r % n)
-        widen_row(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+        row_to_f32(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
     transpose_rows(t.q, t.q_rows, R, D)
     transpose_rows(t.dout, t.dout_rows, R, Dv)
     if bad != F(0):  # replaced by 0: such a row has lse NaN
-        clean(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
+        zero_nonfinite(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
 
 
 @jit
@@ -76,65 +76,68 @@ def transpose_rows(to, rows, R, width):
 
 
 @jit
-def is_few(p, tile):
+def needs_short_sums(p, tile):
     """Whether sums must be short: over few keys, and for few float32 rows, torch sums in lanes and rounds less."""
     _, q_len, _, kv_len, _ = sequence(p, tile.b)
     return kv_len <= SHORT_KEYS or (q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32)
 
 
 @jit
-def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
-    """`dot_rows` cell by cell, times `factor`, minus `less` of each row, which is then set to 0."""
+def dot_cells(keys, rows, to, ld, count, width, R, factor, minus):
+    """`dot_rows` cell by cell, in float64: times `factor`, minus a number of each row, which is then set to 0."""
     for r in range(R):
         for k in range(count):
-            x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
-            put_f32(to + 4 * (k * line + r), x)
-        put_f32(less + 4 * r, F(0))
+            x = dot_minus(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(minus + 4 * r))
+            put_f32(to + 4 * (k * ld + r), x)
+        put_f32(minus + 4 * r, F(0))
 
 
 @jit
-def cells(p, t, tile, R, line, count):
+def cells(p, t, tile, R, ld, count):
     """Not fused: P and dS are computed from s and dP in memory."""
     return False
 
 
 @jit
-def dots(p, t, tile, R, line, count):
-    """Computes s and dP. Returns the factor that plain scores still need."""
-    D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
-    if not is_few(p, tile):
-        dot_rows(t, t.keys, t.q, t.s, line, count, D, p.head_dim)
-        dot_rows(t, t.values, t.dout, t.ds, line, count, Dv, p.value_dim)
+def dots(p, t, tile, R, ld, count):
+    """Computes s and dP, [count, R]. Returns the factor that scores still need (`softmax_scale`)."""
+    D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), softmax_scale(p)
+    if not needs_short_sums(p, tile):
+        dot_rows(t, t.keys, t.q, t.s, ld, count, D, p.head_dim)
+        dot_rows(t, t.values, t.dout, t.ds, ld, count, Dv, p.value_dim)
         return factor
-    if is_plain(p):
-        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, factor, t.m)
+    if scale_in_softmax(p):
+        dot_cells(t.keys, t.q_rows, t.s, ld, count, D, R, factor, t.m)
         factor = F(1)
     else:
         clear(t.distances, up(R, WHOLE_ROWS))
-        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, F(1), t.distances)
-    dot_few_rows(t.values, t.dout_rows, t.ds, line, count, Dv, R, F(1), t.l)
+        dot_cells(t.keys, t.q_rows, t.s, ld, count, D, R, F(1), t.distances)
+    dot_cells(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
     return factor
 
 
 @jit
-def pack_cells(t, line, count):
+def pack_cells(t, ld, count):
     """Nothing to pack."""
 
 
 @jit
-def add_values(p, t, line, count):
-    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+def add_values(p, t, ld, count):
+    """dV [count, Dv] += P dO."""
+    add_to_keys(t, t.s, ld, t.dout_rows, t.dv, count, up(p.value_dim, W))
 
 
 @jit
-def add_keys(p, t, line, count):
-    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+def add_keys(p, t, ld, count):
+    """dK [count, D] += dS Q."""
+    add_to_keys(t, t.ds, ld, t.q_rows, t.dk, count, up(p.head_dim, W))
 
 
 @jit
-def add_queries(p, t, tile, line, clean_keys, sums, R):
-    most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
-    add_to_rows(t, tile, t.ds, line, clean_keys, sums, R, up(p.head_dim, W), most)
+def add_queries(p, t, tile, ld, finite_keys, sums, R):
+    """dQ [R, D] += dS^T K."""
+    most = SHORT_DOT_LENGTH if needs_short_sums(p, tile) else p.tile_keys
+    add_to_rows(t, tile, t.ds, ld, finite_keys, sums, R, up(p.head_dim, W), most)
 
 
 FP32 = Policy("fp32", load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries)

@@ -1,12 +1,12 @@
-"""Q K^T and P V of a decode tile, by the GEMV for their storage (fp32, AMX, VNNI)."""
+"""Q K^T and P V of a decode tile, by the GEMV for their storage (fp32, AMX, AVX-512 BF16, VNNI, sdot)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import numpy as np
 
-from ..codegen.calls import call_amx, call_pv, call_qk
-from ..codegen.load_store import clear, row_times, transpose, widen_f32
+from ..codegen.calls import call_matrix, call_pv, call_qk
+from ..codegen.load_store import clear, copy_checked, row_times, transpose
 from ..codegen.numba_ops import ONE, ZERO, jit, up
 from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
@@ -16,7 +16,7 @@ from ..kv_access import KEY_PAD, query_row
 from ..scratch import CHUNK, SCORES
 
 FOUR = np.int64(4)
-TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # AMX
+MATRIX_ROWS, MATRIX_KEYS = np.int64(16), np.int64(32)  # of AMX: query rows; keys, and elements, of a block
 HEAD_BYTES = np.int64(4096)  # of one head's keys at a time
 
 
@@ -24,7 +24,7 @@ HEAD_BYTES = np.int64(4096)  # of one head's keys at a time
 def pack_queries(p, t, item, q_start, R):
     """Packs bf16 queries in pairs for AMX, [D / 32, 16 pairs, 16 rows], or for `gemv_bf16.py`."""
     words = p.head_dim // 2
-    if p.pairs:
+    if p.bf16_dot:
         r = 0
         while r < R:
             n = block_rows(R - r)
@@ -33,20 +33,20 @@ def pack_queries(p, t, item, q_start, R):
                 pack_pairs(t.packed + 4 * r * words, row, i - r, n, words)
             r += n
         return
-    clear(t.keys, TILE_ROWS * words)
+    clear(t.keys, MATRIX_ROWS * words)
     for r in range(R):
-        widen_f32(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
+        copy_checked(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
     for d in range(0, words, W):
         transpose(t.packed + 4 * d * W, W, t.keys + 4 * d, words)
 
 
 @jit
 def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
-    """s = q k^T; prefetches V's first rows. AMX multiplies the first `tiled` keys."""
+    """s [R, count] = q k^T, the first `tiled` keys by `matrix_qk`; prefetches V's first rows."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
-        steps = p.head_dim // TILE_KEYS
-        call_amx(p.amx_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
+        steps = p.head_dim // MATRIX_KEYS
+        call_matrix(p.matrix_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
     if tiled < count:
         n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
         call_qk(qk, q, ldq, R, rows, n, width, s, SCORES, scales, keys, p.k_group, distance)
@@ -82,9 +82,9 @@ def quantise_weights(p, t, R, count, keys):
 
 @jit
 def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
-    """acc += p v, in chunks: short sums round less."""
+    """acc [R, Dv] += p v, the first `tiled` keys by `matrix_pv`, others in chunks: short sums round less."""
     if tiled:
-        call_amx(p.amx_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
+        call_matrix(p.matrix_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
     if scaled and p.dot_pv and quantise_weights(p, t, R, count, keys):  # exact sums
         fours = up(count, FOUR)
         weights = t.weights
@@ -101,10 +101,10 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
 
 
 @jit
-def plain_qk(p, t, D):
+def in_place_qk(p, t, D):
     """The function that multiplies keys in place, its queries, the length of their rows, and its width."""
-    if p.qk_pairs:
-        return p.qk_pairs, t.packed, D // 2, p.head_dim // 2
+    if p.qk_bf16_dot:
+        return p.qk_bf16_dot, t.packed, D // 2, p.head_dim // 2
     return p.qk, t.q, D, p.head_dim
 
 

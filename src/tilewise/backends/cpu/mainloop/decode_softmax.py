@@ -12,11 +12,11 @@ from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from ..scratch import SCORES
-from .chosen import chosen_key, chosen_keys
-from .mask import BIASES, FULL, MASKS, SKIP, has_added, last_parts, list_added
+from .mask import BIASES, FULL, MASKS, SKIP, has_bias_or_tree, last_parts, list_added
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
-from .scores import scale_scores, unit
+from .scores import scale_scores, softmax_scale
+from .selected_keys import selected_key, selected_list
 from .softmax import LOG2E, exp_row, max_row
 
 W_ = np.int64(W)
@@ -24,6 +24,7 @@ W_ = np.int64(W)
 
 @jit
 def has_nan(row, lo, hi):
+    """Whether one of the scores `lo` to `hi` of a row is NaN."""
     for j in range(lo, hi):
         x = get_f32(row + 4 * j)
         if x != x:
@@ -33,11 +34,12 @@ def has_nan(row, lo, hi):
 
 @jit
 def alibi_cells(p, t, item, r, row, origin, count):
+    """Subtracts the ALiBi bias from `count` scores of row r, over keys from `origin` on."""
     slope, position, stride = get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r), affine(p, item.b, ZERO).k_stride
     vectors, distance = up(count, W) // W, position - stride * origin
     if p.indices:
         for j in range(count):
-            away = F(abs(position - stride * chosen_key(t.chosen, origin + j)))
+            away = F(abs(position - stride * selected_key(t.selected, origin + j)))
             put_f32(row + 4 * j, get_f32(row + 4 * j) - slope * away)
     elif stride == 1:
         alibi_row(row, vectors, slope, distance)
@@ -59,13 +61,13 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     scale_scores(p, row, W_, vectors)
     if p.slopes:
         alibi_cells(p, t, item, r, row, origin, count)
-    if (p.mask and state != FULL) or has_added(p, item.b, origin + count):
+    if (p.mask and state != FULL) or has_bias_or_tree(p, item.b, origin + count):
         at = item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows
         last = last_parts(p)
         if last == MASKS:
-            list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), BIASES)
+            list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, selected_list(p, t), BIASES)
             bias_cells(row, W, vectors, t.mask_rows)
-        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), last)
+        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, selected_list(p, t), last)
         bias_cells(row, W, vectors, t.mask_rows)
     fill(row, ZERO, lo, -INF)
     fill(row, hi, vectors * W, -INF)
@@ -78,8 +80,8 @@ def online_softmax(p, t, item, r, origin, count, Dv):
             put_f32(l, F(math.nan))
         fill(row, ZERO, count, F(0))
         return
-    total = exp_row(row, vectors, unit(p) * F(LOG2E), new)
-    alpha = F(math.exp((old - new) * unit(p)))
+    total = exp_row(row, vectors, softmax_scale(p) * F(LOG2E), new)
+    alpha = F(math.exp((old - new) * softmax_scale(p)))
     put_f32(m, new)
     put_f32(l, get_f32(l) * alpha + total)
     if alpha != F(1) and old != -INF:

@@ -9,13 +9,13 @@ from collections import namedtuple
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import check_finite, clear, get_f32, get_one, put_f32, row_add, row_fma, widen_f32
+from ..codegen.load_store import check_finite, clear, copy_checked, get_f32, get_one, put_f32, row_add, row_fma
 from ..codegen.numba_ops import INF, ZERO, F, item_at, jit, params_at, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
 from ..params import WORK_ITEM_BYTES
 from .nonfinite import DOWNSCALE, UPSCALE
-from .scores import unit
+from .scores import softmax_scale
 
 
 @jit
@@ -28,9 +28,9 @@ def out_row(p, item, g, i, q_start):
 @jit
 def finalize_row(p, item, g, i, q_start, acc, m, l):
     """Writes query i of head g of the group: the sink, the normalisation, `out` and `lse`."""
-    m *= unit(p)
+    m *= softmax_scale(p)
     head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
-    line = q_start + item.row + i
+    token = q_start + item.row + i
     factor = F(1)
     if l < F(0):
         l, factor = -l, UPSCALE
@@ -40,13 +40,13 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
         m, l = INF, F(1)
     elif sink != -INF:
         top = max(m, sink)
-        less = F(math.exp(m - top))
-        l = l * less + F(math.exp(sink - top))
-        m, factor = top, factor * less
+        alpha = F(math.exp(m - top))
+        l = l * alpha + F(math.exp(sink - top))
+        m, factor = top, factor * alpha
     total = F(1) if l == F(0) else l
     store_row(out_row(p, item, g, i, q_start), p.q_dtype, acc, p.value_dim, factor / total)
     if p.lse:
-        put_f32(p.lse + b * p.lse_b + head * p.lse_h + line * p.lse_l, m + F(math.log(total)))
+        put_f32(p.lse + b * p.lse_b + head * p.lse_h + token * p.lse_l, m + F(math.log(total)))
 
 
 @jit
@@ -64,7 +64,7 @@ def epilogue_rows(p, t, index, first, R, q_start):
     item, Dv = item_at(p.work_items + index * WORK_ITEM_BYTES), up(p.value_dim, W)
     slot, acc = p.partials + index * p.partial_bytes, t.acc + 4 * first * Dv
     part = item.splits > 1 or p.keep_partials != 0
-    bad = widen_f32(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
+    bad = copy_checked(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
     for r in range(R):
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
@@ -91,7 +91,7 @@ def replace_overflowed_rows(p, t, index, first, R, q_start):
             continue
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
-            widen_f32(before, acc, Dv)
+            copy_checked(before, acc, Dv)
             put_f32(stats_at(slot, R, Dv, r), m)
             put_f32(stats_at(slot, R, Dv, r) + 4, -l)
         else:
@@ -131,9 +131,9 @@ def add_partials(p, partials, Dv, m, to, downscaled, fused):
         stats = stats_at(slot, partials.rows, Dv, partials.row)
         top = get_f32(stats)
         if top != -INF:
-            weight, own = F(math.exp((top - m) * unit(p))), get_f32(stats + 4)
-            l += weight * abs(own)
-            if downscaled and not own < F(0):
+            weight, part_l = F(math.exp((top - m) * softmax_scale(p))), get_f32(stats + 4)
+            l += weight * abs(part_l)
+            if downscaled and not part_l < F(0):
                 weight *= DOWNSCALE
             if fused:
                 row_fma(to, slot + 4 * partials.row * Dv, Dv, weight)
@@ -162,7 +162,7 @@ def combine_row(p, own, shared_p, shared, Dv, to, fused):
 def combine(params, scratch):
     """Combines the split-KV partials, in one thread, after all items."""
     p = params_at(params)
-    nothing = Partials(ZERO, ZERO, ZERO, ZERO)
+    none = Partials(ZERO, ZERO, ZERO, ZERO)
     for index in range(p.items):
         item = item_at(p.work_items + index * WORK_ITEM_BYTES)
         if item.splits < 2 or item.split:
@@ -170,5 +170,5 @@ def combine(params, scratch):
         R = p.heads // p.kv_heads * item.rows
         q_start = sequence(p, item.b)[0]
         for r in range(R):
-            m, l = combine_row(p, Partials(index, item.splits, R, r), p, nothing, up(p.value_dim, W), scratch, False)
+            m, l = combine_row(p, Partials(index, item.splits, R, r), p, none, up(p.value_dim, W), scratch, False)
             finalize_row(p, item, r // item.rows, r % item.rows, q_start, scratch, m, l)

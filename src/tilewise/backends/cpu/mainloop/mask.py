@@ -7,11 +7,11 @@ import numpy as np
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add, widen_floats
+from ..codegen.load_store import floats_to_f32, get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 from ..kv_access import affine, is_far, sequence, tree_position
-from .chosen import chosen_key
+from .selected_keys import selected_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or it would be compiled for each
@@ -19,6 +19,7 @@ MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or 
 
 @jit
 def mask_row(p, b, head, i):
+    """The address of the mask's cells of query i."""
     return p.mask + b * p.mask_b + head * p.mask_h + i * p.mask_q
 
 
@@ -32,12 +33,12 @@ def mask_cell(p, row, j):
 
 
 @jit
-def list_mask(p, row, to, first, count, padded, chosen):
-    """Cells first..first + count of a mask's row (or of `chosen` keys) as numbers to add, zeros up to `padded`."""
+def list_mask(p, row, to, first, count, padded, selected):
+    """Cells first..first + count of a mask's row (or entries of `selected`) as numbers to add; zeros up to `padded`."""
     whole = count // W * W
-    if chosen:
+    if selected:
         for j in range(count):
-            put_f32(to + 4 * j, mask_cell(p, row, chosen_key(chosen, first + j)))
+            put_f32(to + 4 * j, mask_cell(p, row, selected_key(selected, first + j)))
     elif p.mask_k == 0:
         fill(to, ZERO, count, mask_cell(p, row, 0))
     elif p.mask_dtype == dtypes.BOOL:
@@ -45,7 +46,7 @@ def list_mask(p, row, to, first, count, padded, chosen):
             put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
     else:
         at = row + first * p.mask_k
-        widen_floats(to, at, p.mask_dtype, whole)
+        floats_to_f32(to, at, p.mask_dtype, whole)
         for j in range(whole, count):
             put_f32(to + 4 * j, mask_cell(p, row, first + j))
     fill(to, count, padded, F(0))
@@ -73,9 +74,9 @@ def mask_span(p, b, head, i, lo, hi):
 
 
 @jit
-def words(p):
-    """Eight bytes of a mask: the number of cells, the word if all are hidden, and the word if none adds anything, with
-    the bits that matter in it: not the sign of floats.
+def mask_words(p):
+    """A word (8 bytes) of a mask: the number of cells; its value if all are hidden; its value if none adds anything,
+    and which bits of that matter: not the sign of floats.
     """
     if p.mask_dtype == dtypes.BOOL:
         return 8, types.int64(0), types.int64(0x0101010101010101), types.int64(-1)
@@ -89,7 +90,7 @@ def words(p):
 @jit
 def find_span(p, row, lo, hi):
     """Computes `mask_span`; the cells are contiguous."""
-    per, hidden, plain, bits = words(p)
+    per, hidden, plain, bits = mask_words(p)
     while lo + 4 * per <= hi and differs(row + lo * p.mask_k, hidden, -1) == 0:
         lo += 4 * per
     while lo < hi and mask_cell(p, row, lo) == -INF:
@@ -137,30 +138,30 @@ def key_bias(p, b, head, j):
 
 
 @jit
-def own_keys(p, b):
+def tree_start(p, b):
     """The first key that a tree mask covers: the queries' own, the last Lq keys."""
     _, q_len, _, kv_len, _ = sequence(p, b)
     return kv_len - q_len
 
 
 @jit
-def has_added(p, b, end):
+def has_bias_or_tree(p, b, end):
     """Whether biases, or a tree mask over keys before `end`, apply besides a mask. Selected keys may be anywhere."""
-    return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > own_keys(p, b)))
+    return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > tree_start(p, b)))
 
 
 @jit
 def tree_hides(p, b, i, j):
     """Whether a tree mask hides key j from query i, or rules do by the positions of its nodes."""
-    column = j - own_keys(p, b)
+    column = j - tree_start(p, b)
     if column < 0:
         return False
     if get_u8(p.tree + b * p.tree_b + i * p.tree_q + column) == 0:
         return True
     if p.positions == 0:
         return False
-    at = affine(p, b, ZERO)
-    return is_far(p, tree_position(at, i), tree_position(at, column))
+    positions = affine(p, b, ZERO)
+    return is_far(p, tree_position(positions, i), tree_position(positions, column))
 
 
 @jit
@@ -172,7 +173,7 @@ def last_parts(p):
 
 
 @jit
-def keep_hidden(p, at, to, first, count, chosen):
+def keep_hidden(p, at, to, first, count, selected):
     """Writes -inf to cells of a mask that biases hide."""
     b, head, i = at
     if query_bias(p, b, head, i) == -INF:
@@ -180,39 +181,41 @@ def keep_hidden(p, at, to, first, count, chosen):
     elif p.k_bias:
         keys = key_bias(p, b, head, ZERO)
         for j in range(count):
-            if get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l) == -INF:
+            if get_f32(keys + selected_key(selected, first + j) * p.k_bias_l) == -INF:
                 put_f32(to + 4 * j, -INF)
 
 
 @jit
-def list_added(p, at, to, first, count, padded, state, chosen, parts):
-    """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
-    keys: of `parts` the mask, whose tile is in `state`, with the tree mask, and biases; zeros up to `padded`.
+def list_added(p, at, to, first, count, padded, state, selected, parts):
+    """Lists what is added to the scores of query `at` (batch row, head, query) and keys first..first + count (or
+    entries of `selected`); zeros up to `padded`.
+
+    `parts`: MASKS (the mask, whose tile has this `state`, and the tree mask), BIASES, or both.
     """
     b, head, i = at
     if state == SKIP:
         fill(to, ZERO, padded, -INF)
         return
-    own = query_bias(p, b, head, i) if parts & BIASES else F(0)
+    bias = query_bias(p, b, head, i) if parts & BIASES else F(0)
     if p.mask and state != FULL and parts & MASKS:
-        list_mask(p, mask_row(p, b, head, i), to, first, count, padded, chosen)
-        if own != F(0):
+        list_mask(p, mask_row(p, b, head, i), to, first, count, padded, selected)
+        if bias != F(0):
             for j in range(count):
-                put_f32(to + 4 * j, get_f32(to + 4 * j) + own)
+                put_f32(to + 4 * j, get_f32(to + 4 * j) + bias)
         if parts == MASKS and p.mask_dtype != dtypes.BOOL:
-            keep_hidden(p, at, to, first, count, chosen)
+            keep_hidden(p, at, to, first, count, selected)
     else:
-        fill(to, ZERO, count, own)
+        fill(to, ZERO, count, bias)
         fill(to, count, padded, F(0))
     if p.k_bias and parts & BIASES:
-        whole = count // W * W if p.k_bias_l == 4 and chosen == 0 else ZERO
+        whole = count // W * W if p.k_bias_l == 4 and selected == 0 else ZERO
         row_add(to, key_bias(p, b, head, first), whole, F(1))
         keys = key_bias(p, b, head, ZERO)
         for j in range(whole, count):
-            put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
+            put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + selected_key(selected, first + j) * p.k_bias_l))
     if p.tree and parts & MASKS:
-        for j in range(ZERO if chosen else max(ZERO, own_keys(p, b) - first), count):
-            if tree_hides(p, b, i, chosen_key(chosen, first + j)):
+        for j in range(ZERO if selected else max(ZERO, tree_start(p, b) - first), count):
+            if tree_hides(p, b, i, selected_key(selected, first + j)):
                 put_f32(to + 4 * j, -INF)
 
 
@@ -225,15 +228,15 @@ def classify(p, b, head, row, rows, start, end):
         end = start + 1
     some, all_plain = False, True
     for i in range(row, row + rows):
-        line = mask_row(p, b, head, i)
+        cells = mask_row(p, b, head, i)
         if p.mask_dtype == dtypes.BOOL:
             for j in range(start, end):
-                seen = get_u8(line + j * p.mask_k) != 0
+                seen = get_u8(cells + j * p.mask_k) != 0
                 some |= seen
                 all_plain &= seen
         else:
             for j in range(start, end):
-                x = get_one(line + j * p.mask_k, p.mask_dtype, 0)
+                x = get_one(cells + j * p.mask_k, p.mask_dtype, 0)
                 some |= x != -INF
                 all_plain &= x == F(0)
         if some and not all_plain:
@@ -251,9 +254,9 @@ def tile_state(p, b, head, row, rows, start, end):
     if p.indices:  # its keys may be anywhere
         return types.int64(MIXED)
     if p.states:
-        line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
-        first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))
-        last = types.int64(get_u8(line + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
+        states = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
+        first = types.int64(get_u8(states + start // p.tile_keys * p.states_k))
+        last = types.int64(get_u8(states + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
         if first == last and first != MIXED:
             return first
     return classify(p, b, head, row, rows, start, end)
@@ -265,12 +268,12 @@ def read_states(p, item, states, start, end):
     and whether all are skipped.
     """
     group = p.heads // p.kv_heads
-    full, nothing = True, True
+    full, skipped = True, True
     state = types.int64(FULL)
     for g in range(group):
         if p.mask and (g == 0 or p.mask_h != 0):
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
-        full &= state == FULL and not has_added(p, item.b, end)
-        nothing &= state == SKIP
-    return full, nothing
+        full &= state == FULL and not has_bias_or_tree(p, item.b, end)
+        skipped &= state == SKIP
+    return full, skipped

@@ -63,6 +63,8 @@ def exp2_rest(e: Emit, s: Value, count: Value, factor: Value, row_sums: Value) -
 
 
 def _checks(vectors: int) -> tuple[Any, Any]:
+    """`is_max_free` and `commit_row_sums` of `vectors` vectors of rows."""
+
     @microkernel("i>i")
     def is_max_free(e: Emit, m: Value) -> Value:
         """Whether no running max is subtracted for these rows, or no key is seen yet."""

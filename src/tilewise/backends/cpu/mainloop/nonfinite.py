@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
 from ..codegen.numba_ops import INF, F, jit
-from .chosen import chosen_key, chosen_keys
 from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias, tree_hides
+from .selected_keys import selected_key, selected_list
 
 # Sums of large values may overflow where their mean does not: they are then recomputed with weights times DOWNSCALE. A
 # row's l is stored negative if its acc has such weights.
@@ -33,7 +33,7 @@ def sees(p, t, item, r, key):
     head = item.head * (p.heads // p.kv_heads) + r // item.rows
     if query_bias(p, item.b, head, item.row + r % item.rows) == -INF:
         return False
-    cell = chosen_key(chosen_keys(p, t), key)
+    cell = selected_key(selected_list(p, t), key)
     at = key_bias(p, item.b, head, cell)
     if at and get_f32(at) == -INF:
         return False

@@ -11,31 +11,31 @@ from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_row_spans
 from ..gemm.fp32 import KEYS
 from ..kv_access import list_rows
+from ..params import CACHE_LINE
 from ..scratch import PAD
 
 LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in L2
 MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones would evict queries and sums
-LINE = 64
 
 
 @jit
 def list_next_tile(p, t, k, v, at, first, count):
-    """Lists the rows of the next tile, `count` from `first` on; `coming` holds how many are to be prefetched."""
+    """Lists the rows of the next tile, `count` from `first` on; `next_count` holds how many are to be prefetched."""
     row = p.k_row + p.v_row
     if count <= 0 or (p.table == 0 and (row > MOST_ROW or p.kv_len * row < LEAST)):
-        put_i64(t.coming, 0)
+        put_i64(t.next_count, 0)
         return
     list_rows(p, k, at, t.k_next, first, count, PAD)
     list_rows(p, v, at, t.v_next, first, count, PAD)
-    put_i64(t.coming, count)
+    put_i64(t.next_count, count)
 
 
 @jit
 def share_of(size, part, parts):
     """One of `parts` shares of a row of `size` bytes, in whole lines: its first byte, and how many."""
-    lines = (size + LINE - 1) // LINE
+    lines = (size + CACHE_LINE - 1) // CACHE_LINE
     start, end = lines * part // parts, lines * (part + 1) // parts
-    return start * LINE, (end - start) * LINE
+    return start * CACHE_LINE, (end - start) * CACHE_LINE
 
 
 @jit

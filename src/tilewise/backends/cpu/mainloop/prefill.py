@@ -14,18 +14,18 @@ from __future__ import annotations
 from ..codegen.load_store import put_i64
 from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
-from ..kv_access import key_source, place, sequence, value_source
+from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
-from .chosen import chosen_count, chosen_keys, first_key, list_chosen
-from .mask import FULL, has_added, read_states
+from .mask import FULL, has_bias_or_tree, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
-from .rows import list_spans, seen_by_all, set_up
+from .rows import init_rows, list_spans, seen_by_all
 from .scores import max_free_bound
+from .selected_keys import first_key, list_selected, selected_count, selected_list
 
 
 def mainloop(gemm):
-    """`fn(params, scratch, item)`: all keys of the item; the result is in m, l and acc if `done` is not 0."""
+    """`fn(params, scratch, item)`: all keys of the item. The result is m, l and acc [R, Dv], if `done` is not 0."""
     panel, step, memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue = gemm
 
     def prefill(params, scratch, address):
@@ -34,32 +34,32 @@ def mainloop(gemm):
         w = memory(p, t)
         q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
         R, BK = p.heads // p.kv_heads * item.rows, p.tile_keys
-        k, v, at = key_source(p), value_source(p), place(p, item, kv_start, chosen_keys(p, t))
+        k, v, at = key_source(p), value_source(p), kv_location(p, item, kv_start, selected_list(p, t))
         put_i64(t.done, ZERO)
-        if pack_queries(p, t, w, item, q_start, R):
+        if pack_queries(p, t, w, item, q_start, R):  # [panels, D, panel]
             return
-        list_chosen(p, t, item)
-        first, last, no_mask = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
+        list_selected(p, t, item)
+        first, last, no_mask = init_rows(p, t, item, up(R, panel), up(p.value_dim, W))
         for g in range(p.heads // p.kv_heads):
             put_i64(t.states + 8 * g, FULL)
         list_spans(t, up(R, panel))
         all_lo, all_hi = seen_by_all(t, R)
-        bound = max_free_bound(p, t, chosen_count(p, t, kv_len))
+        bound = max_free_bound(p, t, selected_count(p, t, kv_len))
         start = first_key(p, item)
         tile = start + max(0, first - start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
-            unmasked, nothing = not has_added(p, item.b, end), False
+            unmasked, skipped = not has_bias_or_tree(p, item.b, end), False
             if not no_mask:
-                unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
-            if not nothing:
+                unmasked, skipped = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+            if not skipped:
                 full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
-                if pack_keys(p, t, w, k, at, tile, end - tile, last):
+                if pack_keys(p, t, w, k, at, tile, end - tile, last):  # [keys, D]
                     return
-                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)
+                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)  # [keys, Dv]
                 for row in range(0, R, step):
-                    weights(p, t, w, item, row, R, tile, end, unmasked, bound)
-                    add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)
+                    weights(p, t, w, item, row, R, tile, end, unmasked, bound)  # [keys, step]
+                    add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)  # [step, Dv]
             tile += BK
         epilogue(p, t, w, R)
         put_i64(t.done, ONE)

@@ -16,18 +16,18 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, transpose
-from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up, widen_row
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import W
 from ..gemm import Gemm
 from ..gemm.amx import BLOCK, PARTS, TILE, make_products, release
-from ..gemm.amx_pack import STEP, W_, for_parts, pack_functions
+from ..gemm.amx_pack import STEP, W_, pack_functions
 from ..kv_access import row_address
 from ..scratch import partition_amx
 from .max_free import commit_row_sums_2, is_max_free_2
 from .nonfinite import sees
 from .rows import seen_by_some
 from .score_mod import hide_column
-from .scores import shape_scores, unit
+from .scores import apply_score_mods, softmax_scale
 from .softmax import LOG2E
 from .softmax_amx import make_max_free_products, make_online_softmax, rescale_columns
 
@@ -44,7 +44,7 @@ def panel_span(t, row, R, tile, end):
 
 @jit
 def unpack_acc(t, w, R, Dv, padded):
-    """Unpacks acc [panels, 2, Dv, 16] to rows."""
+    """Unpacks the policy's acc [panels, 2 halves, Dv, 16] to acc [R, Dv]."""
     for row in range(0, up(R, BLOCK), W):
         for d in range(0, Dv, W):
             transpose(t.acc + 4 * (row * Dv + d), Dv, w.acc + 4 * (row * padded + d * W), W_)
@@ -62,6 +62,7 @@ def may_be_max_free(t, first, tile, end):
 
 @jit
 def commit_panel(t, row, u):
+    """`commit_row_sums` of panel u of the two from `row` on."""
     first = row + u * BLOCK
     return commit_row_sums_2(t.row_sums + 4 * u * BLOCK, t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first) != 0
 
@@ -80,22 +81,23 @@ def amx_gemm(dtype):
     parts = PARTS[dtype]
     multiply_keys, multiply_values = make_products(parts)
     softmax_to_tiles = make_online_softmax(parts)
-    gemm_keys_beside, exp2_rest = make_max_free_products(parts)
+    gemm_keys_overlapped, exp2_last = make_max_free_products(parts)
     pack_queries, pack_keys, pack_values = pack_functions(parts)
-    PARTS_, piece = np.int64(parts), for_parts(parts)
+    PARTS_, jit_parts = np.int64(parts), policy_jit(parts)
 
-    @piece
+    @jit_parts
     def memory(p, t):
+        """`AmxScratch`."""
         return partition_amx(p, t, PARTS_)
 
-    @piece
+    @jit_parts
     def add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
         """acc += weight * value for non-finite values, in the rows of panel u that see them."""
         row += u * BLOCK
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
                 continue
-            widen_row(
+            row_to_f32(
                 w.rows, row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.dtype, x.width, Dv, ZERO, ZERO, ONE
             )
             pair = w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2
@@ -111,28 +113,29 @@ def amx_gemm(dtype):
                         cell = w.acc + 4 * (row * Dv + r // W * W * Dv + d * W + r % W)
                         put_f32(cell, get_f32(cell) + weight * value)
 
-    @piece
+    @jit_parts
     def online_softmax(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
-        """The online softmax of panel u; rescales the accumulator."""
+        """The online softmax of panel u: s [2 halves, keys, 16] to weights as tiles; rescales the accumulator."""
         if k0 >= k1:
             return
-        there = min(k1, count) - k0
+        valid_keys = min(k1, count) - k0
         for half in range(BLOCK // W):
             first, s = row + u * BLOCK + half * W, w.s + 4 * W * ((2 * u + half) * BK + k0)
-            fill(s, there * W, (k1 - k0) * W, -INF)
-            shape_scores(p, t, item, s, W_, first, R, tile + k0, there)
+            fill(s, valid_keys * W, (k1 - k0) * W, -INF)
+            apply_score_mods(p, t, item, s, W_, first, R, tile + k0, valid_keys)
             pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
             m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
-            if softmax_to_tiles(s, k1 - k0, m, l, alpha, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, bound) != F(0):
+            factor = softmax_scale(p) * F(LOG2E)
+            if softmax_to_tiles(s, k1 - k0, m, l, alpha, factor, pairs, 4 * BK * BLOCK, bound) != F(0):
                 rescale_columns(w.acc + 4 * first * Dv, Dv, alpha)
 
-    @piece
+    @jit_parts
     def max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part):
         """Weights of two panels over their keys of a tile. Returns for each whether it was max-free (`max_free.py`)."""
         a = a0 < a1 and may_be_max_free(t, row, tile, end)
         b = b0 < b1 and may_be_max_free(t, row + BLOCK, tile, end)
         clear(t.row_sums, 2 * BLOCK)
-        factor, part, k_part = unit(p) * F(LOG2E), 4 * BK * BLOCK, 2 * BK * D
+        factor, part, k_part = softmax_scale(p) * F(LOG2E), 4 * BK * BLOCK, 2 * BK * D
         before, pairs, row_sums = ZERO, ZERO, ZERO
         for j in range(0, end - tile, BLOCK):
             for u in range(2):
@@ -140,16 +143,16 @@ def amx_gemm(dtype):
                     continue
                 first, keys = row + u * BLOCK, w.k + j // BLOCK * (D // BLOCK) * STEP
                 s = w.s if before != w.s else w.s + 4 * TILE
-                gemm_keys_beside(
+                gemm_keys_overlapped(
                     keys, k_part, w.q + 2 * first * D, q_part, s, D // BLOCK, before, factor, pairs, part, row_sums
                 )
                 hide_block(t, s, first, tile + j)
                 before, pairs, row_sums = s, w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP, t.row_sums + 4 * u * BLOCK
         if before:
-            exp2_rest(before, factor, pairs, part, row_sums)
+            exp2_last(before, factor, pairs, part, row_sums)
         return a and commit_panel(t, row, 0), b and commit_panel(t, row, 1)
 
-    @piece
+    @jit_parts
     def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
         """The weights of two panels at a time, which share a block of K in registers."""
         D, Dv, BK = up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), p.tile_keys
@@ -170,8 +173,9 @@ def amx_gemm(dtype):
                 k0, k1 = b0 if u else a0, b1 if u else a1
                 online_softmax(p, t, w, item, row, u, R, tile, k0, k1, end - tile, Dv, BK, bound)
 
-    @piece
+    @jit_parts
     def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
+        """acc [2 panels, 2 halves, Dv, 16] += V^T P."""
         Dv, BK = up(p.value_dim, BLOCK), p.tile_keys
         v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
         for c in range(0, Dv, BLOCK):
@@ -187,8 +191,9 @@ def amx_gemm(dtype):
                 k0, k1 = panel_span(t, row + u * BLOCK, R, tile, end)
                 add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, min(k1, end - tile), Dv, BK)
 
-    @piece
+    @jit_parts
     def epilogue(p, t, w, R):
+        """Releases the tiles and unpacks the sums."""
         release()
         unpack_acc(t, w, R, up(p.value_dim, W), up(p.value_dim, BLOCK))
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_i64, transpose
-from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
+from ..codegen.numba_ops import ONE, ZERO, F, jit, row_to_f32, up
 from ..codegen.prefetch import prefetch_column
 from ..codegen.vector import W
 from ..gemm import Gemm, fp32
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..kv_access import list_rows, query_row, sequence, value_source, widen_rows
+from ..kv_access import list_rows, query_row, rows_to_f32, sequence, value_source
 from ..scratch import PAD, PANEL_
 from .max_free import commit_row_sums, exp2_rest, gemm_keys_exp2, is_max_free
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .prefetch_tile import list_next_tile, prefetch_share
 from .rows import seen_by_some, sees_all
 from .score_mod import scale_cells
-from .scores import shape_scores, unit
+from .scores import apply_score_mods, softmax_scale
 from .softmax import LOG2E, online_softmax_columns
 
 DOT_LENGTH = 128  # elements of a dot product that are summed at once: longer sums round more
@@ -47,14 +47,16 @@ def dot_length_of(p, item):
 
 @jit
 def whole_memory(p, t):
+    """The policy has no scratch memory of its own."""
     return t
 
 
 @jit
 def pack_queries(p, t, w, item, q_start, R):
-    """Packs Q^T in panels. W float32 rows of one head are transposed in place, others are first copied to `acc`.
+    """Packs Q^T in panels, q [panels, D, PANEL].
 
-    Rows that are far apart are read line by line while the next W rows are prefetched.
+    W float32 rows of one head are transposed from where they are, others are first copied to `acc`. Rows that are far
+    apart are read a cache line at a time, while the next W rows are prefetched.
     """
     n, D = item.rows, up(p.head_dim, W)
     in_place = p.q_dtype == dtypes.F32 and p.head_dim == D and p.q_l % 4 == 0
@@ -68,25 +70,28 @@ def pack_queries(p, t, w, item, q_start, R):
                 row = t.acc + 4 * (r - first) * D
                 if r < R:
                     at = query_row(p, item, q_start, r // n, r % n)
-                    widen_row(row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+                    row_to_f32(row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
                 else:
                     clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
         ahead, i = first + W, (first + W) % n
-        coming = query_row(p, item, q_start, ahead // n, i) if in_place and ahead < R and i + W <= n else ZERO
+        next_rows = query_row(p, item, q_start, ahead // n, i) if in_place and ahead < R and i + W <= n else ZERO
         for d in range(0, D, W):
-            if coming:
-                prefetch_column(coming + 4 * d, p.q_l)
+            if next_rows:
+                prefetch_column(next_rows + 4 * d, p.q_l)
             transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * d, width)
     return False
 
 
 @jit
 def pack_keys(p, t, w, x, at, tile, count, last):
-    """Lists K's rows, converted unless they are float32 in one tensor, and the rows to prefetch."""
+    """Lists K's rows in `k_table` [keys], and the rows to prefetch.
+
+    Unless they are float32 in one tensor, they are first converted to `keys` [keys, D].
+    """
     list_rows(p, x, at, t.k_table, tile, count, PAD)
     if x.dtype != dtypes.F32 or x.shared:
-        widen_rows(p, x, at, t.k_table, t.keys, tile, count, PAD)
+        rows_to_f32(p, x, at, t.k_table, t.keys, tile, count, PAD)
     list_next_tile(p, t, x, value_source(p), at, tile + count, min(p.tile_keys, last - tile - count))
     return False
 
@@ -99,15 +104,15 @@ def vector_span(t, first, tile, end):
 
 
 @jit
-def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1):
-    """s[k0..k1] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
+def scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1):
+    """s [k0..k1, PANEL] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     passes = (p.head_dim + dot_length - 1) // dot_length
     for n in range(passes):  # outer loop: this much of the panel stays in L1
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(k0, k1, KEYS):
-            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
+            prefetch_share(p, t, key, next_count, panel * passes + n, panels * passes)
             v0, v1 = 0, vectors
             while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + v0 * W, tile, end), key):
                 v0 += 1
@@ -126,33 +131,34 @@ def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k
 
 @jit
 def overlaps(span, key):
+    """Whether a span of keys overlaps the block of KEYS from `key` on."""
     return span[0] < key + KEYS and span[1] > key
 
 
 @jit
 def online_softmax(p, t, item, s, first, R, key, count, bound):
-    """Turns scores of W query rows from `first` on over `count` keys from `key` on into weights."""
-    shape_scores(p, t, item, s, PANEL_, first, R, key, count)
+    """Turns scores s [count, PANEL] of W query rows from `first` on and keys from `key` on into weights."""
+    apply_score_mods(p, t, item, s, PANEL_, first, R, key, count)
     m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
-    online_softmax_columns(s, PANEL, count, m, l, alpha, unit(p) * F(LOG2E), bound)
+    online_softmax_columns(s, PANEL, count, m, l, alpha, softmax_scale(p) * F(LOG2E), bound)
     if is_downscaled(t):
         scale_cells(s, PANEL_, count, DOWNSCALE)
 
 
 @jit
-def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
+def max_free_softmax(p, t, panel, panels, next_count, D, dot_length, count):
     """The weights [count, PANEL] of a panel that sees all keys of a tile, max-free. False if out of bounds."""
     row = panel * PANEL
     if not is_max_free(t.m + 4 * row):
         return False
-    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, unit(p) * F(LOG2E)
+    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, softmax_scale(p) * F(LOG2E)
     clear(t.row_sums, PANEL)
     passes = (p.head_dim + dot_length - 1) // dot_length
     for n in range(passes):
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(0, count, KEYS):
-            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
+            prefetch_share(p, t, key, next_count, panel * passes + n, panels * passes)
             a, rows, s = q + 4 * d * PANEL, t.k_table + 8 * key, t.s + 4 * key * PANEL
             if n == passes - 1 and key < blocks:
                 gemm_keys_exp2(rows, 4 * d, a, s, depth, factor, t.row_sums)
@@ -163,18 +169,18 @@ def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
 
 
 @jit
-def piece(vectors):
-    """How many of the remaining vectors are multiplied at once, so that no single one is left over."""
-    return 3 if vectors == 3 or vectors > 4 else min(2, vectors)
+def strip_vectors(left):
+    """Vectors of the next strip of columns, of `left` that are left: no single one is left over."""
+    return 3 if left == 3 or left > 4 else min(2, left)
 
 
 @jit
 def pack_columns(t, count, Dv, BK):
-    """Packs listed float32 rows of V in panels of columns, [count, columns]. Returns NaN if a value is not finite."""
+    """Packs listed float32 rows of V in strips of columns, `packed` [strips, keys, strip]. NaN if one is not finite."""
     bad = F(0)
     c = 0
     while c < Dv:
-        n = piece((Dv - c) // W)
+        n = strip_vectors((Dv - c) // W)
         to = t.packed + 4 * c * BK
         if n == 1:
             bad += fp32.pack_1(to, t.v_table, c, count)
@@ -188,16 +194,16 @@ def pack_columns(t, count, Dv, BK):
 
 @jit
 def pack_values(p, t, w, x, at, first, count, full):
-    """Packs a tile of V in panels. Extracts non-finite values if some row does not see them; returns whether it did."""
+    """Packs a tile of V in strips. Extracts non-finite values if some row does not see them; returns whether it did."""
     Dv, BK = up(p.value_dim, W), p.tile_keys
     list_rows(p, x, at, t.v_table, first, count, ONE)
     if x.dtype != dtypes.F32 or x.width % W:
-        widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+        rows_to_f32(p, x, at, t.v_table, t.values, first, count, ONE)
     bad = pack_columns(t, count, Dv, BK)
     if bad == F(0) or full:
         return False
     list_rows(p, x, at, t.v_table, first, count, ONE)  # again, from a copy without them
-    widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+    rows_to_f32(p, x, at, t.v_table, t.values, first, count, ONE)
     extract_nonfinite(t, count, Dv)
     pack_columns(t, count, Dv, BK)
     return True
@@ -218,12 +224,12 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
         return
     dot_length = dot_length_of(p, item)
     D, panel, panels = up(p.head_dim, W), row // PANEL, (R + PANEL - 1) // PANEL
-    coming = get_i64(t.coming)
+    next_count = get_i64(t.next_count)
     full = unmasked and bound > F(0) and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
-    if full and max_free_softmax(p, t, panel, panels, coming, D, dot_length, end - tile):
+    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, end - tile):
         return
     vectors = min(PANEL, up(R - row, W)) // W
-    scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1)
+    scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1)
     for c in range(vectors):
         lo, hi = vector_span(t, row + c * W, tile, end)
         if lo < hi:
@@ -233,9 +239,9 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
 
 @jit
 def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
-    """acc of one panel = alpha * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
+    """acc [PANEL, Dv] of one panel = alpha * acc + p^T v, by blocks of ROWS rows, over the keys that one of them sees.
 
-    All blocks of rows use a panel of V's columns before the next panel, so it stays in L1.
+    All blocks of rows use a strip of V's columns before the next strip, so it stays in L1.
     """
     Dv, BK = up(p.value_dim, W), p.tile_keys
     k0, k1 = keys_of(t, row, tile, end)
@@ -243,7 +249,7 @@ def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
         return
     c = 0
     while c < Dv:
-        n = piece((Dv - c) // W)
+        n = strip_vectors((Dv - c) // W)
         for i in range(0, PANEL, ROWS):
             lo, hi = seen_by_some(t, row + i, row + i + ROWS)
             start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)
@@ -264,7 +270,7 @@ def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
 
 @jit
 def epilogue(p, t, w, R):
-    return
+    """acc is in rows already."""
 
 
 FP32 = Gemm(PANEL_, PANEL_, whole_memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue)

@@ -10,39 +10,39 @@ from ..codegen.numba_ops import INF, F, jit
 from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
 from ..kv_access import affine, key_span, sequence
-from .chosen import chosen_count, chosen_span, first_key
 from .mask import mask_span
+from .selected_keys import first_key, selected_count, selected_span
 
 
 @jit
-def set_up(p, t, item, count, Dv):
+def init_rows(p, t, item, count, Dv):
     """Initialises m, l, acc, spans, positions and slopes of the item's rows, and of padding rows up to `count`.
 
     Returns the first and last key that any row sees (first >= last if none does), and whether the spans express all of
     the mask. With key indices these are entries of the list.
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
-    group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
-    first, last = chosen_count(p, t, item.end), first_key(p, item)
+    group, n, positions = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
+    first, last = selected_count(p, t, item.end), first_key(p, item)
     unmasked = p.mask == 0 or p.spans != 0
     for g in range(group):
         slope = F(0)
         if p.slopes:
             slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
         for i in range(n):
-            lo, hi = key_span(p, places, item.row + i, kv_len)
+            lo, hi = key_span(p, positions, item.row + i, kv_len)
             if p.spans:
                 lo, hi, plain = mask_span(p, item.b, item.head * group + g, item.row + i, lo, hi)
                 unmasked &= plain
             if p.indices:
-                lo, hi = chosen_span(t, item, lo, hi)
+                lo, hi = selected_span(t, item, lo, hi)
             else:
                 lo, hi = max(lo, item.start), min(hi, item.end)
             if lo < hi:
                 first, last = min(first, lo), max(last, hi)
             else:
                 lo, hi = types.int64(0), types.int64(0)
-            set_row(t, g * n + i, lo, hi, from_first_key(places, item.row + i), slope)
+            set_row(t, g * n + i, lo, hi, from_first_key(positions, item.row + i), slope)
     for r in range(group * n, count):
         set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
     clear(t.acc, count * Dv)
@@ -50,13 +50,14 @@ def set_up(p, t, item, count, Dv):
 
 
 @jit
-def from_first_key(places, row):
+def from_first_key(positions, row):
     """The distance of query `row` from the first key."""
-    return places.offset + places.q_stride * row - places.k_start
+    return positions.offset + positions.q_stride * row - positions.k_start
 
 
 @jit
 def set_row(t, r, lo, hi, position, slope):
+    """Initialises row r: its key span [lo, hi), position and ALiBi slope; m = -inf, l = 0."""
     put_i32(t.lo + 4 * r, types.int32(lo))
     put_i32(t.hi + 4 * r, types.int32(hi))
     put_i32(t.positions + 4 * r, types.int32(position))

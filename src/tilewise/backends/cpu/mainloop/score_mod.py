@@ -56,6 +56,7 @@ def large_softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Va
 
 @microkernel("iiif")
 def scale_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value) -> None:
+    """s *= factor, of `count` vectors, `step` floats apart."""
     b = e.builder
     factor = e.splat(factor)
     with e.loop(count) as i:

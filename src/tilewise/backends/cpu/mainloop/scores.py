@@ -12,10 +12,10 @@ from ..codegen.load_store import get_i32, get_i64, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
-from .chosen import chosen_key, chosen_keys
-from .mask import BIASES, FULL, MASKS, has_added, has_bias, last_parts, list_added
+from .mask import BIASES, FULL, MASKS, has_bias, has_bias_or_tree, last_parts, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
+from .selected_keys import selected_key, selected_list
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
 
 LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
@@ -35,21 +35,21 @@ def scale_scores(p, s, step, count):
         else:  # the product may overflow float32
             scale_cells(s, step, count, scale)
             large_softcap_cells(s, step, count, F(1) / cap, cap)
-    elif not is_plain(p):
+    elif not scale_in_softmax(p):
         scale_cells(s, step, count, scale)
 
 
 @jit
-def is_plain(p):
-    """Whether scores stay plain dot products, which the softmax scales."""
+def scale_in_softmax(p):
+    """Whether scores stay dot products, which the softmax scales."""
     biased = (p.mask != 0 and p.mask_dtype != dtypes.BOOL) or has_bias(p)
     return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
 
 
 @jit
-def unit(p):
-    """The factor of scores and of their maximum m in the softmax."""
-    return F(p.scale) if is_plain(p) else F(1)
+def softmax_scale(p):
+    """The factor of scores, and of their maximum m, in the softmax: 1 if they are scaled already."""
+    return F(p.scale) if scale_in_softmax(p) else F(1)
 
 
 MAX_FREE_MIN_KEYS = 16
@@ -59,12 +59,11 @@ MAX_FREE_MIN_KEYS = 16
 def max_free_bound(p, t, kv_len):
     """The bound on logits under which a row needs no running max (`max_free.py`); below 0 for never.
 
-    Only for plain dot products: for others subtracting a maximum rounds less. Not for few keys either: with one, the
-    maximum is the lse, and the weight exactly 1.
+    Only if the softmax scales: for other scores subtracting a maximum rounds less. Not for few keys either: with one,
+    the maximum is the lse, and the weight exactly 1.
     """
-    return (
-        F(MAX_FREE_LIMIT) if is_plain(p) and kv_len >= MAX_FREE_MIN_KEYS and not is_downscaled(t) else F(NEVER_MAX_FREE)
-    )
+    many = kv_len >= MAX_FREE_MIN_KEYS
+    return F(MAX_FREE_LIMIT) if scale_in_softmax(p) and many and not is_downscaled(t) else F(NEVER_MAX_FREE)
 
 
 @jit
@@ -73,7 +72,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
     columns. False if there is nothing to add.
     """
     n = item.rows
-    needed = has_added(p, item.b, key + count)
+    needed = has_bias_or_tree(p, item.b, key + count)
     for r in range(first, min(first + W, R)):
         needed |= get_i64(t.states + 8 * (r // n)) != FULL
     if not needed:
@@ -84,7 +83,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
         if r < R:
             head = item.head * (p.heads // p.kv_heads) + r // n
             at, state = (item.b, head, item.row + r % n), get_i64(t.states + 8 * (r // n))
-            list_added(p, at, row, key, count, width, state, chosen_keys(p, t), parts)
+            list_added(p, at, row, key, count, width, state, selected_list(p, t), parts)
         else:
             fill(row, ZERO, width, F(0))
     for j in range(0, width, W):
@@ -93,7 +92,7 @@ def mask_columns(p, t, item, first, R, key, count, parts):
 
 
 @jit
-def shape_scores(p, t, item, s, step, first, R, key, count):
+def apply_score_mods(p, t, item, s, step, first, R, key, count):
     """All steps before the softmax, for W query rows from `first` on and `count` keys from `key` on.
 
     Keys are `step` floats apart.
@@ -111,10 +110,10 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
         slopes, positions = t.slopes + 4 * first, t.positions + 4 * first
         if p.indices:
             for j in range(count):
-                alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
+                alibi_column(s + 4 * j * step, step, ONE, slopes, positions, selected_key(t.selected, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
-    if p.mask or has_added(p, item.b, key + count):
+    if p.mask or has_bias_or_tree(p, item.b, key + count):
         last = last_parts(p)
         if last == MASKS and mask_columns(p, t, item, first, R, key, count, BIASES):
             bias_cells(s, step, count, t.mask_columns)

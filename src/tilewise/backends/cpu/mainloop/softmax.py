@@ -18,6 +18,7 @@ MAX_FREE_LIMIT, NEVER_MAX_FREE = 30.0, -1.0
 
 @microkernel("ii>f")
 def max_row(e: Emit, s: Value, count: Value) -> Value:
+    """The largest of `count` vectors of scores."""
     top = e.var(e.f32s(-math.inf))
     with e.loop(count) as i:
         top.set(e.max(e.load(s, e.builder.mul(i, e.i64(W))), top.get()))

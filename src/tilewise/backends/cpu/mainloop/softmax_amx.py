@@ -81,11 +81,11 @@ def make_max_free_products(parts: int) -> tuple[Any, Any]:
         groups = b.mul(n, e.i64(len(KEY_PRODUCTS[parts])))
         units = b.select(b.icmp_signed("==", before, e.i64(0)), e.i64(0), e.i64(UNITS))
 
-        def beside(group: Value) -> None:
+        def overlapped(group: Value) -> None:
             first, end = (b.sdiv(b.mul(units, b.add(group, e.i64(more))), groups) for more in (0, 1))
             exp2_units(e, first, end, before, factor, p, part, row_sums)
 
-        make_scores(e, parts, k, k_part, q, q_part, s, e.i64(2 * TILE), n, beside)
+        make_scores(e, parts, k, k_part, q, q_part, s, e.i64(2 * TILE), n, overlapped)
 
     @microkernel("ifiii")
     def exp2_last(e: Emit, before: Value, factor: Value, p: Value, part: Value, row_sums: Value) -> None:

@@ -7,22 +7,23 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..codegen.bf16_dot import BFloat
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
+from ..gemm.backward import VECTORS, rows_times
 from ..gemm.fp32 import KEYS, PANEL
-from ..gemm.gradient import VECTORS, BFloat, rows_times
 from .softmax import LOG2E
 
 
 def _probs(masked: bool) -> Any:
     @microkernel("iiiiiif")
-    def probs(e: Emit, s: Value, ds: Value, step: Value, count: Value, lse: Value, delta: Value, unit: Value) -> None:
-        """Scores s to P = exp(s * unit - lse), and dP in `ds` to dS = P (dP - delta); both 0 where s is -inf."""
+    def probs(e: Emit, s: Value, ds: Value, step: Value, count: Value, lse: Value, delta: Value, scale: Value) -> None:
+        """Scores s to P = exp(s * scale - lse), and dP in `ds` to dS = P (dP - delta); both 0 where s is -inf."""
         b = e.builder
-        minus_lse, delta, unit, log2e = b.fneg(e.load(lse)), e.load(delta), e.splat(unit), e.f32s(LOG2E)
+        minus_lse, delta, scale, log2e = b.fneg(e.load(lse)), e.load(delta), e.splat(scale), e.f32s(LOG2E)
         with e.loop(count) as j:
             at = b.mul(j, step)
             x, dp = e.load(s, at), e.load(ds, at)
-            p = e.exp2_of_product(e.fma(x, unit, minus_lse), log2e)
+            p = e.exp2_of_product(e.fma(x, scale, minus_lse), log2e)
             y = b.fmul(p, b.fsub(dp, delta))
             if masked:  # select: V may be NaN there, and the row's lse too
                 hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))
@@ -37,7 +38,7 @@ probs_full, probs_masked = _probs(False), _probs(True)
 
 
 @microkernel("iiiif")
-def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
+def softcap_derivative(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
     """The derivative of a softcap at the capped score s: 1 - (s / cap)^2."""
     b = e.builder
     cap = e.splat(cap)
@@ -48,7 +49,7 @@ def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: 
 
 
 @microkernel("iiii")
-def times_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
+def multiply_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
     """ds *= dcap, but 0 where ds is 0: in a hidden cell dcap may be NaN."""
     b = e.builder
     with e.loop(count) as j:
@@ -81,7 +82,7 @@ def sum_keys(e: Emit, ds: Value, step: Value, count: Value, to: Value) -> None:
 
 
 @microkernel("iii")
-def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
+def zero_nonfinite(e: Emit, to: Value, source: Value, count: Value) -> None:
     """Copies `count` floats, a multiple of W, with non-finite values replaced by 0."""
     b = e.builder
     with e.loop(count, W) as i:
@@ -90,8 +91,8 @@ def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 
 @microkernel("iiiff>f")
-def dot_less(e: Emit, x: Value, y: Value, count: Value, factor: Value, less: Value) -> Value:
-    """factor * (dot product of `count` floats, a multiple of W) - less, in float64 and rounded once."""
+def dot_minus(e: Emit, x: Value, y: Value, count: Value, factor: Value, minus: Value) -> Value:
+    """factor * (dot product of `count` floats, a multiple of W) - minus, in float64 and rounded once."""
     b, f64 = e.builder, ir.DoubleType()
     wide = ir.VectorType(f64, W)
     total = e.var(ir.Constant(wide, [0.0] * W))
@@ -99,7 +100,7 @@ def dot_less(e: Emit, x: Value, y: Value, count: Value, factor: Value, less: Val
         product = b.fmul(b.fpext(e.load(x, i), wide), b.fpext(e.load(y, i), wide))
         total.set(b.fadd(total.get(), product))
     scaled = b.fmul(e.reduce(total.get(), b.fadd), b.fpext(factor, f64))
-    return b.fptrunc(b.fsub(scaled, b.fpext(less, f64)), F32)
+    return b.fptrunc(b.fsub(scaled, b.fpext(minus, f64)), F32)
 
 
 # bf16
@@ -146,51 +147,51 @@ def pair_cells(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
 
 @microkernel("iiiiifiii")
 def probs_of_dots(
-    e: Emit, keys: Value, width: Value, q: Value, depth: Value, lse: Value, unit: Value, probs: Value, to: Value,
-    line: Value,
+    e: Emit, keys: Value, width: Value, q: Value, depth: Value, lse: Value, scale: Value, probs: Value, to: Value,
+    ld: Value,
 ) -> None:  # fmt: skip
     """P of KEYS keys and a panel of rows that all see them, fused into K Q^T: float32 to `probs` [KEYS, PANEL], and
-    bf16 to `to`, whose rows have `line` numbers.
+    bf16 to `to`, whose rows have `ld` numbers.
     """
     b = e.builder
     sums = rows_times(e, keys, width, q, e.i64(PANEL), depth, VECTORS, True)
-    unit, log2e = e.splat(unit), e.f32s(LOG2E)
+    scale, log2e = e.splat(scale), e.f32s(LOG2E)
     for j in range(VECTORS):
         minus_lse = b.fneg(e.load(lse, j * W))
         for i in range(KEYS):
-            p = e.exp2_of_product(e.fma(sums[i][j].get(), unit, minus_lse), log2e)
+            p = e.exp2_of_product(e.fma(sums[i][j].get(), scale, minus_lse), log2e)
             e.store(p, probs, i * PANEL + j * W)
-            _store_16(e, _bits(e, p), to, b.add(b.mul(line, e.i64(i)), e.i64(j * W)))
+            _store_16(e, _bits(e, p), to, b.add(b.mul(ld, e.i64(i)), e.i64(j * W)))
 
 
 @microkernel("iiiiiiiii")
 def ds_of_dots(
     e: Emit, values: Value, width: Value, dout: Value, depth: Value, delta: Value, probs: Value, to: Value,
-    pairs: Value, line: Value,
+    pairs: Value, ld: Value,
 ) -> None:  # fmt: skip
     """dS of the same, fused into V dO^T: bf16 to `to`, and in pairs of keys."""
     b = e.builder
     sums = rows_times(e, values, width, dout, e.i64(PANEL), depth, VECTORS, True)
     for j in range(VECTORS):
-        less = e.load(delta, j * W)
+        minus = e.load(delta, j * W)
         for i in range(0, KEYS, 2):
             both = []
             for n in (i, i + 1):
-                x = b.fmul(e.load(probs, n * PANEL + j * W), b.fsub(sums[n][j].get(), less))
+                x = b.fmul(e.load(probs, n * PANEL + j * W), b.fsub(sums[n][j].get(), minus))
                 both.append(_bits(e, x))
-                _store_16(e, both[-1], to, b.add(b.mul(line, e.i64(n)), e.i64(j * W)))
-            e.store(_pair(e, *both), pairs, b.add(b.mul(line, e.i64(i // 2)), e.i64(j * W)))
+                _store_16(e, both[-1], to, b.add(b.mul(ld, e.i64(n)), e.i64(j * W)))
+            e.store(_pair(e, *both), pairs, b.add(b.mul(ld, e.i64(i // 2)), e.i64(j * W)))
 
 
-def _pair_rows(clean: bool) -> Any:
+def _pair_rows(finite: bool) -> Any:
     @microkernel("iiii")
     def pair_rows(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
-        """Interleaves two rows of `count` bf16 numbers, with non-finite values replaced by 0 if `clean`."""
+        """Interleaves two rows of `count` bf16 numbers, with non-finite values replaced by 0 if `finite`."""
         b, kind = e.builder, e.vector(I16)
 
         def take(row: Value, i: Value) -> Value:
             bits = _load_16(e, row, i)
-            if not clean:
+            if not finite:
                 return bits
             top = ir.Constant(kind, [0x7F80] * W)
             return b.select(b.icmp_signed("==", b.and_(bits, top), top), ir.Constant(kind, [0] * W), bits)
@@ -201,4 +202,4 @@ def _pair_rows(clean: bool) -> Any:
     return pair_rows
 
 
-pair_rows, pair_rows_clean = _pair_rows(False), _pair_rows(True)
+pair_rows, pair_rows_finite = _pair_rows(False), _pair_rows(True)

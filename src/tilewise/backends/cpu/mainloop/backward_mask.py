@@ -11,19 +11,19 @@ from ..codegen.load_store import get_f32, put_f32, row_add, transpose
 from ..codegen.numba_ops import ZERO, F, jit, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
-from .gradient_cells import sum_keys
+from .backward_cells import sum_keys
 
 
 @jit
-def add_mask(p, g, t, tile, ds, line, first, R, key, count):
-    """Adds dS of W rows from `first` on and `count` keys from `key` on."""
+def add_mask(p, g, t, tile, ds, ld, first, R, key, count):
+    """Adds dS [count, W], of W rows from `first` on and keys from `key` on, to the gradient of the mask."""
     n, group = tile.rows, p.heads // p.kv_heads
     width = up(count, W)
     if g.dmask_block:
-        sum_keys(ds, line, count, t.mask_columns)
+        sum_keys(ds, ld, count, t.mask_columns)
     else:
         for j in range(0, width, W):  # what it reads behind the last key is not used
-            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * line, line)
+            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * ld, ld)
     for r in range(first, min(first + W, R)):
         to = g.dmask + tile.b * g.dmask_b + (tile.head * group + r // n) * g.dmask_h + (tile.row + r % n) * g.dmask_q
         source = t.mask_rows + 4 * (r - first) * width
@@ -42,12 +42,12 @@ def add_mask(p, g, t, tile, ds, line, first, R, key, count):
 
 
 @jit
-def add_bias(p, g, t, tile, ds, line, first, R, key, count):
-    """Adds dS of W rows from `first` on and `count` keys from `key` on to the sums of rows (by block) and of keys."""
+def add_bias(p, g, t, tile, ds, ld, first, R, key, count):
+    """Adds dS [count, W], likewise, to the sums of rows (a sum for each block of keys) and of keys."""
     n, group, width = tile.rows, p.heads // p.kv_heads, up(count, W)
     q_start, _, kv_start, _, _ = sequence(p, tile.b)
     if g.dq_bias:
-        sum_keys(ds, line, count, t.mask_columns)
+        sum_keys(ds, ld, count, t.mask_columns)
         base = g.dq_bias + tile.block * g.dq_bias_j + (ZERO if p.cu_q else tile.b) * g.dq_bias_b
         for r in range(first, min(first + W, R)):
             row = q_start + tile.row + r % n
@@ -55,7 +55,7 @@ def add_bias(p, g, t, tile, ds, line, first, R, key, count):
             put_f32(to, get_f32(to) + get_f32(t.mask_columns + 4 * (r - first)))
     if g.dk_bias:
         for j in range(0, width, W):  # what it reads behind the last key is not used
-            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * line, line)
+            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * ld, ld)
         base = g.dk_bias + (ZERO if p.cu_k else tile.b) * g.dk_bias_b + 4 * (kv_start + key)
         for r in range(first, min(first + W, R)):
             source = t.mask_rows + 4 * (r - first) * width
