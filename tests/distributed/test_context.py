@@ -78,7 +78,7 @@ def _refusals():
 
 def test_what_cannot_be_sharded_is_refused(pool):
     more = ["buffer_seq_dims[0]", "buffer_seq_dims[0]", "buffers[0]", "buffers", "context_parallel"]
-    assert pool(_refusals)[0] == ["buffer_seq_dims", "no_restore_buffers", *more, "buffers", "mask", "query", 2]
+    assert pool(_refusals)[0] == ["buffer_seq_dims", "no_restore_buffers", *more, "buffers", "attn_mask", "query", 2]
 
 
 def _fast_path():

@@ -72,9 +72,6 @@ def context_parallel(
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
         undo.enter_context(sdpa.installed())
-        # In eval mode torch's nn.Transformer modules have a fast path that calls none of the above.
-        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
         yield
 
 
