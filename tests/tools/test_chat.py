@@ -65,7 +65,7 @@ def test_the_command(folder, capsys, monkeypatch):
     assert main(["chat", "--model", str(folder), "--most", "6", "--cache", "int8"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
     assert [line.split()[0] for line in lines] == ["tilewise", "SDPA"] * 2
-    assert "after 8 new ones" in lines[0]  # <user> Hello <end> <bot>
+    assert "8 tokens of the prompt" in lines[0]  # <user> Hello <end> <bot>
 
 
 def test_ctrl_c_ends_an_answer(folder, capsys, monkeypatch):

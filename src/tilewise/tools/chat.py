@@ -36,8 +36,8 @@ class Answer:
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else 0.0
 
     def __str__(self) -> str:
-        prompt = f"{self.prompt} new ones of the prompt in {self.prompt_seconds:.2f} s"
-        return f"{self.per_second:6.1f} tokens/s after {prompt}"
+        prompt = f"{self.prompt} tokens of the prompt in {self.prompt_seconds:.2f} s"
+        return f"{prompt}, then {self.per_second:.1f} tokens/s"
 
 
 class Talk:
@@ -123,7 +123,7 @@ def chat(
             return 1
         if len(messages) == 1:  # one-time set-up is not timed
             for talk in talks.values():
-                Talk(net, talk.attention, talk.make_cache).answer(prompt[:8], 2)
+                Talk(net, talk.attention, talk.make_cache).answer(prompt, 2)
         with _interruptible() as stopped:
             ours = talks["tilewise"].answer(prompt, most, end, _Printer(tokenizer), stopped)
         print(f"\n\ntilewise  {ours}")
