@@ -34,7 +34,8 @@ from .validation.arrays import returner, to_tensor
 # after the first release, new arguments come last.
 BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
 ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
-TENSOR_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS, "k_scales", "v_scales")
+FLOAT_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS)  # of calls over keys that are not quantised
+TENSOR_OPTIONS = (*FLOAT_OPTIONS, "k_scales", "v_scales")
 TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be tensors
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
@@ -53,7 +54,10 @@ SIZES = {
 }
 # What an operator takes before the star, in order.
 NAMES = {name: ("q", "k", "v", *TABLES[name], *OTHER_TENSORS[name]) for name in TABLES}
-BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:-2])
+# What the backward operator takes after q, k and v, in order.
+BACKWARD_REQUIRED = ("out", "lse", "dout")
+BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
+BACKWARD = (*BACKWARD_REQUIRED, "dlse", *BACKWARD_OPTIONS)
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
 
@@ -127,7 +131,7 @@ def traced_backward(
     """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
     options = _rules(**options)
     names = [name for name in GRADS if name in grads]
-    rest = [options.pop(name, None) for name in BACKWARD[4:]]
+    rest = [options.pop(name, None) for name in BACKWARD_OPTIONS]
     found = torch.ops.tilewise.attention_backward.default(*tensors, *rest, ",".join(names), **options)
     return dict(zip(names, found, strict=True))
 
@@ -287,8 +291,8 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 
 
 def _define_backward() -> None:
-    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD[:3]))
-    rest = ", ".join(f"Tensor? {x}" for x in BACKWARD[3:])
+    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD_REQUIRED))
+    rest = ", ".join(f"Tensor? {x}" for x in ("dlse", *BACKWARD_OPTIONS))
     sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
     schema = f"({first}, {rest}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
     _add("attention_backward", schema, _run_backward, _backward_shapes)

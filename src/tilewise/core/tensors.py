@@ -43,6 +43,10 @@ class Tensors:
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
     tile_map: TileMap | None = None
 
+    def tables(self) -> list[torch.Tensor | None]:
+        """The fields in TABLES, in their order."""
+        return [getattr(self, name) for name in TABLES]
+
     def whole(self) -> Tensors:
         """The tensors with `k_shared` joined to K: see `Problem.whole`."""
         assert self.k_shared is not None
@@ -51,6 +55,7 @@ class Tensors:
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")  # those that hold a tensor
 INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
+TABLES = FIELDS[FIELDS.index("kv_lengths") :]  # lengths, offsets and the block table: the last fields
 
 
 @dataclass(slots=True)

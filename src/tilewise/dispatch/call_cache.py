@@ -15,7 +15,7 @@ from torch import Tensor, get_num_threads, is_grad_enabled
 from torch.autograd import forward_ad
 
 from ..core.plan import Plan
-from ..core.tensors import FIELDS, INPUTS, Tensors
+from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
 from ..quantised import Quantised
 from ..signatures import UNSET
 from ..state import AttentionState
@@ -35,6 +35,10 @@ ARGUMENTS = {  # the fields of `Tensors` that an entry point's positional argume
     "paged_attention": ("q", "k", "v", "block_table", "kv_lengths"),
     "pair": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `pairs.py`
 }
+KEY_INDICES = INPUTS.index("key_indices")
+LAST_TABLES = slice(-len(TABLES), None)  # where TABLES are in a list of inputs
+TENSOR_ENTRIES = 4  # of a tensor in a key: shape, whether it is contiguous or its strides, dtype, device
+V_CONTIGUOUS = 2 * TENSOR_ENTRIES + 1  # where V, after q and K, has the second of these
 SCALARS = frozenset({type(None), bool, int, float, str})
 
 _known: dict[Key | None, Any] = {}  # to a CachedCall or a CachedBackward; nothing is kept under None
@@ -81,7 +85,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
         k, v = args[1], args[2]
         if type(v) is Quantised:
             key.append(type(k) is Quantised and not v.data.is_contiguous() and _addresses(k) == _addresses(v))
-        elif key[first + 9] is not True and type(k) is Tensor:  # V's `is_contiguous`: each tensor has four entries
+        elif key[first + V_CONTIGUOUS] is not True and type(k) is Tensor:
             key.append(k.data_ptr() == v.data_ptr())
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
@@ -131,13 +135,13 @@ class CachedCall:
                 None if at is None else flat[at] if type(at) is int else options[at] for at in self.sources
             ]
             if self.validate is not False and not self.checks_tables:
-                values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
-                values.check_indices(self.problem, given[-6], self.validate)
+                values.check_tables(self.problem, given[1].shape[0], self.validate, *given[LAST_TABLES])
+                values.check_indices(self.problem, given[KEY_INDICES], self.validate)
             if self.extents is not None:
                 self.check_apart(out, given)
             done = self.launch(*given[:3], out, lse, *given[3:], *more)
             if self.checks_tables and not done:
-                self.refuse_tables(given[1].shape[0], given)
+                self.refuse_tables(given[1].shape[0], given[LAST_TABLES])
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
@@ -155,14 +159,14 @@ class CachedCall:
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
             if not launch(q, k, v, out, None, *rest) and checks:
-                self.refuse_tables(k.shape[0], rest)
+                self.refuse_tables(k.shape[0], rest[LAST_TABLES])
             count()
 
         return call
 
-    def refuse_tables(self, pages: int, inputs: list[Any]) -> None:
+    def refuse_tables(self, pages: int, tables: list[Any]) -> None:
         """Raises the error of a table in which the kernel found a wrong entry."""
-        values.check_tables(self.problem, pages, True, *inputs[-5:])
+        values.check_tables(self.problem, pages, True, *tables)
         raise RuntimeError("a kernel refused lengths, offsets or a block table that pass the checks")
 
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
@@ -212,8 +216,7 @@ def remember(
         launch = backend.bind(plan, t) if hasattr(backend, "bind") else None
     if launch is None:
         launch = _through_run(run, plan, t, {**given, "out": call.out, "lse": call.lse})
-    tables = (t.key_indices, t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
-    if not any(x is not None and values.readable(x, validate) for x in tables):
+    if not any(x is not None and values.readable(x, validate) for x in (t.key_indices, *t.tables())):
         validate = False
     places = [sources.get(name) for name in INPUTS]
     while validate is False and places[-1] is None and not getattr(launch, "checks_tables", False):

@@ -247,8 +247,7 @@ def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -
     """Checks the values inside tables, indices and a tile map, as `validate` asks; tables become int32."""
     if any(isinstance(x, torch.Tensor) and values.readable(x, o.validate) for x in places):
         values.check_places(problem, places, t.q_offset, o.validate)
-    tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
-    values.check_tables(problem, t.k.shape[0 if problem.form == "paged" else 2], o.validate, *tables)
+    values.check_tables(problem, t.k.shape[0 if problem.form == "paged" else 2], o.validate, *t.tables())
     ranges: dict[str, tuple[int, ...]] = {"q_offset": (-LIMIT, LIMIT), "block_table": ()}
     ranges |= {"kv_lengths": (0, problem.kv_len), "cu_seqlens_q": (0, t.q.shape[2]), "cu_seqlens_k": (0, t.k.shape[2])}
     for name, ends in ranges.items():
