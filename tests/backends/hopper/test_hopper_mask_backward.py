@@ -190,20 +190,20 @@ def test_which_masks_tma_copies(shape, strides, expected):
 def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
     launched = []
 
-    def first(self, grid, arguments, maps):
+    def compile_and_launch(self, grid, arguments, maps):
         taken = {name: (arguments | self.constants)[name] for name in self.function.arg_names}
         described = [name for name, x in taken.items() if isinstance(x, TensorDescriptor)]
         maps.update({name: SimpleNamespace(name=name) for name in described})
         launched.append((self.function.__name__, grid, described))
         return SimpleNamespace(pointers=[name for name, x in taken.items() if isinstance(x, torch.Tensor)])
 
-    monkeypatch.setattr(Kernel, "first", first)
+    monkeypatch.setattr(Kernel, "compile_and_launch", compile_and_launch)
     case = Case(B=2, H=4, Lq=300, Lk=520, D=64, dtype="bf16", mask=dims, mask_kind=kind, causal=True)
     call = make_gradients(case).call
     launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)))
     tensors = launcher.tensors(call.tensors)
     there = {name for name, x in tensors.items() if x is not None}
-    for step in launcher.first(tensors):
+    for step in launcher.compile_and_launch(tensors):
         assert {*step.pointers, *(name for _, name in step.maps)} <= there
     names = [name for name, *_ in launched]
     shared = dims != "bhqk"

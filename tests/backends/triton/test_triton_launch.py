@@ -14,7 +14,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from tilewise.backends.gpu import block_lists, kernel, semaphores
-from tilewise.backends.gpu.driver import NO_CONTEXT, Attribute, Launch
+from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
 from tilewise.backends.hopper.fwd import launch as prefill
 from tilewise.backends.hopper.mla import launch as latent
 from tilewise.backends.triton.arguments import TENSORS
@@ -53,14 +53,14 @@ class Driver:
         at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         kinds = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float] + [ctypes.c_uint64] * 3
         values = [kind.from_address(at[i]).value for i, kind in enumerate(kinds)]
-        copy = Launch.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(Launch)))
+        copy = CULaunchConfig.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(CULaunchConfig)))
         self.calls.append((copy, function, values, extra))
         return self.errors.pop(0) if self.errors else 0
 
 
 def test_a_launch_has_every_argument_in_its_place():
     driver = Driver()
-    ready = kernel.Ready(compiled(), (5, 3), GIVEN, driver)
+    ready = kernel.CompiledLaunch(compiled(), (5, 3), GIVEN, driver)
     high = (1 << 47) + 16
     ready([high, 32], 7)
     how, function, values, extra = driver.calls[0]
@@ -74,7 +74,7 @@ def test_a_launch_has_every_argument_in_its_place():
 
 def test_the_next_launch_has_its_own_pointers_and_stream():
     driver = Driver()
-    ready = kernel.Ready(compiled(), (1, 1), GIVEN, driver)
+    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)
     ready([16, 32], 7)
     ready([48, 64], 8)
     assert [(call[2][0], call[2][4], call[0].stream) for call in driver.calls] == [(16, 32, 7), (48, 64, 8)]
@@ -82,7 +82,7 @@ def test_the_next_launch_has_its_own_pointers_and_stream():
 
 def test_a_kernel_that_may_start_early_says_so():
     driver = Driver()
-    kernel.Ready(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
+    kernel.CompiledLaunch(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
     how = driver.calls[0][0]
     assert how.count == 1
     assert how.attributes is not None
@@ -90,23 +90,23 @@ def test_a_kernel_that_may_start_early_says_so():
 
 def test_sizes_of_the_drivers_structures():
     """As `cuda.h` has them on 64-bit machines."""
-    assert ctypes.sizeof(Launch) == 56
-    assert ctypes.sizeof(Attribute) == 72
-    assert Attribute.value.offset == 8
+    assert ctypes.sizeof(CULaunchConfig) == 56
+    assert ctypes.sizeof(CULaunchAttribute) == 72
+    assert CULaunchAttribute.value.offset == 8
 
 
 def test_a_launch_that_fails_is_an_error():
-    ready = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(701))
+    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(701))
     with pytest.raises(RuntimeError, match="CUDA error 701"):
         ready([16, 32], 7)
 
 
 def test_a_thread_without_a_context_is_given_one():
     driver = Driver(NO_CONTEXT)
-    kernel.Ready(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
+    kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
     assert driver.contexts == [42]
     assert len(driver.calls) == 2
-    again = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
+    again = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
     with pytest.raises(RuntimeError, match="CUDA error 201"):
         again([16, 32], 7)
 
@@ -114,7 +114,7 @@ def test_a_thread_without_a_context_is_given_one():
 @pytest.mark.parametrize("wrong", [[16], [16, 32, 48]])
 def test_pointers_are_counted(wrong):
     with pytest.raises(Exception, match="pack_into expected 2 items"):
-        kernel.Ready(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
+        kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
 
 
 def test_what_stays_is_made_by_another_thread(monkeypatch):
@@ -195,7 +195,7 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
     lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     rows = pages.transpose(1, 2)
     bound = Recorded()
-    launch = kernel.by_address(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
+    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
     given = (q, pages, pages, out, None, None, None, None, None, None, lengths, None, None, None, table)
     launch(*given)
     [t] = bound.called
@@ -204,7 +204,7 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
     there = [x.data_ptr() for x in (q, pages, pages, out, lengths, table)]
     assert bound.launched == [("ready", there)]
     shifted = torch.zeros(3, dtype=torch.int32)[1:]
-    launch = kernel.by_address(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
+    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
     for n in (2, 3):
         launch(*given[:10], shifted, *given[11:])  # not aligned: through the plan, which knows
         assert len(bound.called) == n
@@ -219,12 +219,12 @@ def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
         assert [name for name in call_cache.FIELDS if name in names] == names
 
 
-class Described(kernel.ByAddress):
+class Described(kernel.AddressLauncher):
     """A plan's launches, which describe k to TMA: by its shape."""
 
     SOURCES = {"q": "q", "k": "k", "v": "v", "OUT": "out"}  # noqa: RUF012
 
-    def first(self, t, key):
+    def compile_and_launch(self, t, key):
         self.ready[key] = t.k.shape
 
     def relaunch(self, ready, addresses, device):

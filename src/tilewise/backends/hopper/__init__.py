@@ -101,9 +101,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import by_address
+    from ..gpu.kernel import bind_addresses
 
-    return by_address(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
+    return bind_addresses(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:

@@ -96,9 +96,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import by_address
+    from ..gpu.kernel import bind_addresses
 
-    return by_address(_launch().launcher_of(plan), tensors)
+    return bind_addresses(_launch().launcher_of(plan), tensors)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:

@@ -18,7 +18,7 @@ import triton
 
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, stride_arguments
+from ..gpu.kernel import INTERPRETED, Arguments, CompiledLaunch, Kernel, stride_arguments
 from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
 from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 
@@ -141,7 +141,7 @@ class Append:
             "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
             "V_KIND": v.format.name if v.format.is_quantised else "plain", "V_GROUP": v.format.group or 1,
         }  # fmt: skip
-        self.ready: dict[Any, Ready] = {}
+        self.ready: dict[Any, CompiledLaunch] = {}
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
         given = (
@@ -164,10 +164,10 @@ class Append:
         kernel, arguments = self.prepare(k, v, places)
         grid = (places.tokens, self.heads)
         if INTERPRETED:
-            kernel.first(grid, arguments)
+            kernel.compile_and_launch(grid, arguments)
             return
         with torch.cuda.device(k.device):
-            ready = kernel.first(grid, arguments)
+            ready = kernel.compile_and_launch(grid, arguments)
         if key is not None and ready is not None:
             if len(self.ready) >= 4096:
                 self.ready.clear()

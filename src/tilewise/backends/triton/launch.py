@@ -19,7 +19,7 @@ from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
+from ..gpu.kernel import INTERPRETED, Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
@@ -38,12 +38,12 @@ COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # the tensors that `combine`
 class Launches(NamedTuple):
     """The compiled launches that later calls with the same strides repeat."""
 
-    attention: Ready
-    inside: Ready | None  # attention that combines its splits itself
-    fixup: Ready | None
-    combining: Ready | None
+    attention: CompiledLaunch
+    inside: CompiledLaunch | None  # attention that combines its splits itself
+    fixup: CompiledLaunch | None
+    combining: CompiledLaunch | None
     listing: Listing | None
-    ordering: Ready | None
+    ordering: CompiledLaunch | None
 
 
 class Launcher:
@@ -110,16 +110,16 @@ class Launcher:
                 self.relaunch(ready, addresses, t.q.device, states)
                 return
         with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
-            self.first(t, key)
+            self.compile_and_launch(t, key)
 
-    def first(self, t: Tensors, key: Any) -> None:
+    def compile_and_launch(self, t: Tensors, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
         device, captured = t.q.device, not INTERPRETED and capturing()
         workspace, flags = self.memory(device)
         partial = None if workspace is None else workspace[self.partial_at :]
         partial_ml = None if workspace is None else workspace[: self.partial_at]
-        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
-        ranks, ordering = (None, None) if self.orderer is None else self.orderer.first(t)
+        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.compile_and_launch(t)
+        ranks, ordering = (None, None) if self.orderer is None else self.orderer.compile_and_launch(t)
         kernel, fixup_kernel, arguments = self.attention(t, (partial, partial_ml, None, flags, ranks), lists)
         attention = inside = fixup = combining = None
         alone = self.combines_inside and not captured
@@ -128,13 +128,14 @@ class Launcher:
             kept = semaphores[self.semaphores_end :].view(torch.float32)
             memory = (kept[self.partial_at :], kept[: self.partial_at], semaphores, flags, ranks)
             kernel_inside, _, given = self.attention(t, memory, lists)
-            inside = kernel_inside.first(self.grid, given)
+            inside = kernel_inside.compile_and_launch(self.grid, given)
         if not alone or key is not None:  # besides `inside`, so that a graph capture finds it compiled
-            attention = kernel.first(self.grid, arguments)
+            attention = kernel.compile_and_launch(self.grid, arguments)
             if self.spec.split:
-                combining = self.combiner.first((self.rows, 1), self.combine_arguments(t, partial, partial_ml))
+                given = self.combine_arguments(t, partial, partial_ml)
+                combining = self.combiner.compile_and_launch((self.rows, 1), given)
         if fixup_kernel is not None:
-            fixup = fixup_kernel.first(self.grid, arguments)
+            fixup = fixup_kernel.compile_and_launch(self.grid, arguments)
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 

@@ -14,7 +14,7 @@ import torch
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
+from ...gpu.kernel import Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
 from ...gpu.tensor_map import TensorMap
 from . import config
 from .nonfinite import fix_up
@@ -28,7 +28,7 @@ FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
 class Step(NamedTuple):
     """A compiled launch that later calls repeat, and the call's names of its pointers and of its tensor maps."""
 
-    launch: Ready
+    launch: CompiledLaunch
     pointers: list[str]
     maps: list[tuple[TensorMap, str]]
 
@@ -88,7 +88,7 @@ class Launcher:
             self.relaunch(ready, at, t.dout.device)
         else:
             with torch.cuda.device(t.dout.device):
-                steps = self.first(given)
+                steps = self.compile_and_launch(given)
             if is_aligned(list(at.values()), t.dout.device) and None not in steps:
                 self.ready[key] = [step for step in steps if step is not None]
         if t.dsinks is not None:
@@ -149,14 +149,14 @@ class Launcher:
     ) -> Step | None:
         """Launches through Triton; returns what later calls repeat. `names` maps argument names to the call's."""
         maps: dict[Any, TensorMap] = {}
-        ready = kernel.first(grid, arguments, maps)
+        ready = kernel.compile_and_launch(grid, arguments, maps)
         if ready is None:
             return None
         names = names or {}
         described = [(x, names.get(x.name, x.name)) for x in maps.values()]
         return Step(ready, [names.get(x, x) for x in ready.pointers], described)
 
-    def first(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
+    def compile_and_launch(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
         """Launches through Triton."""
         p, s = self.problem, self.spec
         arguments = self.arguments(given)
