@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +13,20 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import tilewise
 from tilewise.backends.gpu import block_lists, kernel, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import launch as prefill
 from tilewise.backends.hopper.mla import launch as latent
+from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton.arguments import TENSORS
+from tilewise.backends.triton.spec import Config
+from tilewise.core.options import Options
+from tilewise.core.plan import Plan
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
+from tilewise.validation import calls
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -242,3 +249,31 @@ def test_keys_of_other_lengths_are_described_anew(monkeypatch):
             launcher.shape = k.shape
             launcher(Tensors(torch.empty(1, 2, 5, 64), k, k, torch.empty(1, 2, 5, 64)))
     assert len(launcher.ready) == 4
+
+
+def test_a_tile_map_of_the_same_size_is_launched_by_address(monkeypatch):
+    """Its states, in the tiles of the launch, are part of the key by their shape, and are passed on."""
+    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    q, mask = torch.randn(1, 2, 200, 64), torch.ones(200, 300, dtype=torch.bool).tril()
+    k = torch.randn(1, 2, 300, 64)
+    tile_map = tilewise.TileMap.from_mask(mask)
+    call = calls.dense(q, k, k, Options(mask=mask, tile_map=tile_map))
+    launcher = triton_launch.Launcher(Plan(call.problem, "triton", "", (64, 64)), Config(64, 64, 4, 3), nvidia(90))
+    compiled_keys, launched = [], []
+    monkeypatch.setattr(launcher, "compile_and_launch", lambda t, key: compiled_keys.append(key))
+    monkeypatch.setattr(launcher, "relaunch", lambda *given: launched.append(given))
+    launcher(call.tensors)
+    [key] = compiled_keys
+    assert launcher.names == ["Q", "K", "V", "OUT", "MASK"]
+    assert launcher.mask_at == 4
+    launcher.ready[key] = "ready"
+    launcher(call.tensors)
+    [(ready, addresses, device, states)] = launched
+    assert (ready, device) == ("ready", q.device)
+    assert addresses == [x.data_ptr() for x in (q, k, k, call.out, mask)]
+    assert states.shape == (1, 1, 4, 5)
+    launcher(replace(call.tensors, tile_map=None))  # another key: the launch would read states
+    assert len(compiled_keys) == 2
+    assert compiled_keys[1] is not None
+    assert compiled_keys[1] != key

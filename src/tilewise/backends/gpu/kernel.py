@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,12 +53,13 @@ class AddressLauncher:
 
     A subclass has SOURCES, the names of its kernels' tensors with the fields of `Tensors` in their order, and two
     methods. `compile_and_launch(t, key)` launches through Triton and, with a key, stores in `ready` what later calls
-    need. `relaunch(ready, addresses, device)` launches by the addresses of the tensors in `names`.
+    need. `relaunch(ready, addresses, device)` launches by the addresses of the tensors in `names`, and takes what
+    `launch_key` returns after the key.
     """
 
     SOURCES: ClassVar[dict[str, str]]
     compile_and_launch: Callable[[Tensors, Any], None]
-    relaunch: Callable[[Any, list[int], torch.device], None]
+    relaunch: Callable[..., None]
 
     def __init_subclass__(cls) -> None:
         fields = list(cls.SOURCES.values())
@@ -71,20 +73,27 @@ class AddressLauncher:
 
     def __call__(self, t: Tensors) -> None:
         key = None
-        if t.tile_map is None:
+        if not INTERPRETED:
             if self.present is None:
-                self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
-                self.present = attrgetter(*[self.SOURCES[name] for name in self.names])
+                self.find_present(t)
             given = self.present(t)
             addresses = [x.data_ptr() for x in given]
             if is_aligned(addresses, t.q.device):
-                key = key_of(t.k, given)
-                ready = self.ready.get(key)
-                if ready is not None:
-                    self.relaunch(ready, addresses, t.q.device)
+                key, *more = self.launch_key(t, given)
+                if (ready := self.ready.get(key)) is not None:
+                    self.relaunch(ready, addresses, t.q.device, *more)
                     return
-        with torch.cuda.device(t.q.device):
+        with nullcontext() if INTERPRETED else torch.cuda.device(t.q.device):
             self.compile_and_launch(t, key)
+
+    def find_present(self, t: Tensors) -> None:
+        """Sets the names of the tensors that the plan's calls have."""
+        self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
+        self.present = attrgetter(*[self.SOURCES[name] for name in self.names])
+
+    def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The key of a call in `ready`, None if it always goes through Triton; then more arguments of `relaunch`."""
+        return (key_of(t.k, given) if t.tile_map is None else None,)
 
 
 def bind_addresses(launcher: Any, t: Tensors) -> Callable[..., None]:

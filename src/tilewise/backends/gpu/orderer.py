@@ -21,8 +21,8 @@ class Orderer:
         self.kernel = Kernel(sort_sequences, constants, num_warps=4)
 
     def names(self) -> tuple[str, str]:
-        """The tensors that it reads."""
-        return "cu_seqlens_q", "cu_seqlens_k" if self.varlen else "kv_lengths"
+        """The tensors that it reads, by the names of its arguments."""
+        return "CU_Q", "CU_K" if self.varlen else "KV_LENGTHS"
 
     def arguments(self, t: Tensors, ranks: torch.Tensor) -> Arguments:
         lengths = {"CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k if self.varlen else None}

@@ -7,9 +7,8 @@ instead of tens. Nothing here reads a value on the device.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
+from ..gpu.kernel import INTERPRETED, AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
@@ -31,8 +30,7 @@ from .spec import Config
 from .split_kv import combines_inside
 
 COMBINE_WARPS = 4
-
-COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # the tensors that `combine` takes
+COMBINED = ("OUT", "LSE", "SINKS", "CU_Q")  # the tensors that `combine` takes
 
 
 class Launches(NamedTuple):
@@ -46,10 +44,13 @@ class Launches(NamedTuple):
     ordering: CompiledLaunch | None
 
 
-class Launcher:
+class Launcher(AddressLauncher):
     """The launches of a plan: what all its calls share."""
 
+    SOURCES = TENSORS
+
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
+        super().__init__()
         p = self.problem = plan.problem
         self.config = c
         self.target = target
@@ -83,34 +84,24 @@ class Launcher:
         self.combines_inside = combines_inside(p, c)
         self.semaphores_end = -(-self.grid[0] // 4) * 4
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
-        self.present: Any = None
         self.mask_at = 0  # index of the mask among a call's addresses
         self.order_at: list[int] = []  # of the tensors that the orderer reads
         self.combined_at: list[int] = []  # of those that `combine` takes
-        self.ready: dict[Any, Launches] = {}
 
-    def __call__(self, t: Tensors) -> None:
-        key: tuple[Any, ...] | None = None
-        if not INTERPRETED:
-            if self.present is None:
-                names = [name for name in TENSORS.values() if getattr(t, name) is not None]
-                self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
-                self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
-                self.combined_at = [names.index(name) for name in COMBINED if name in names]
-            given = self.present(t)
-            key = key_of(t.k, given)
-            addresses = [x.data_ptr() for x in given]
-            states = None
-            if t.tile_map is not None and self.lister is not None:
-                states = self.lister.states(t.tile_map)
-                key = (*key, states.shape, states.data_ptr() & 15)
-            if not is_aligned(addresses, t.q.device):
-                key = None
-            elif (ready := self.ready.get(key)) is not None:
-                self.relaunch(ready, addresses, t.q.device, states)
-                return
-        with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
-            self.compile_and_launch(t, key)
+    def find_present(self, t: Tensors) -> None:
+        super().find_present(t)
+        names = self.names
+        self.mask_at = names.index("MASK") if "MASK" in names else 0
+        self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
+        self.combined_at = [names.index(name) for name in COMBINED if name in names]
+
+    def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The key, and the states of a tile map in this launch's tiles."""
+        key = key_of(t.k, given)
+        if t.tile_map is None or self.lister is None:
+            return (key,)
+        states = self.lister.states(t.tile_map)
+        return (*key, states.shape, states.data_ptr() & 15), states
 
     def compile_and_launch(self, t: Tensors, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
