@@ -169,6 +169,16 @@ class Problem:
         return self.q_bias or self.k_bias
 
     @property
+    def selected_keys(self) -> int:
+        """Keys per query: all, or as many as its indices select."""
+        return self.kv_len if self.selection is None else self.selection.count * self.selection.block
+
+    @property
+    def sharing_queries(self) -> int:
+        """Queries of a sequence that may share a tile: all, or those that share their indices."""
+        return self.q_len if self.selection is None else min(self.q_len, self.selection.block)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no output element, no query, no key, or no index."""
         rows = self.total_q if self.packed_q else self.q_len

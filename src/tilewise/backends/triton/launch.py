@@ -78,7 +78,7 @@ class Launcher(AddressLauncher):
             "swizzle": config.swizzle(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,
-            "chosen_keys": config.keys_of(p),
+            "chosen_keys": p.selected_keys,
         }
         # If the last-arriver combines, the workspace is kept, one per stream: semaphores, then partials as in `memory`.
         self.combines_inside = combines_inside(p, c)
