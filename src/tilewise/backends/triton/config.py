@@ -14,8 +14,7 @@ from ...core.problem import CascadeProblem, Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
-from .operands import is_float32, operand, shares_chunks
-from .quantised import (
+from .flipped_products import (
     flipped_columns,
     flips,
     has_wide_bytes,
@@ -25,6 +24,7 @@ from .quantised import (
     pack_of,
     row_groups,
 )
+from .operands import is_float32, operand, shares_chunks
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count

@@ -20,7 +20,7 @@ from ...core.storage import PLAIN, StorageFormat
 from ..gpu.flags import ceil_pow2
 from ..gpu.target import Target
 from . import config
-from .quantised import pack_of
+from .flipped_products import pack_of
 from .spec import Config
 
 FORMAT = 1

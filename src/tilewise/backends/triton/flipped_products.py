@@ -1,4 +1,6 @@
-"""Quantised caches in decode: flipped (transposed) products, whose columns are the few rows of q."""
+"""Flipped (transposed) products of decode over quantised caches, whose columns are the few rows of q; and what decides
+on them: head packing, hidden cells, storage.
+"""
 
 from __future__ import annotations
 
