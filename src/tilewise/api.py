@@ -355,9 +355,9 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     if call.problem.is_empty:
         _write_empty(call.tensors)
     else:
-        # The planner drops `shared` from the problem of a backend that wants keys in one tensor.
-        joins_keys = call.problem.shared != chosen.problem.shared
-        planner.load(chosen.backend).run(chosen, call.tensors.whole() if joins_keys else call.tensors)
+        # The planner drops `k_shared_dim` from the problem of a backend that wants keys in one tensor.
+        joins_keys = call.problem.k_shared_dim != chosen.problem.k_shared_dim
+        planner.load(chosen.backend).run(chosen, call.tensors.with_joined_keys() if joins_keys else call.tensors)
         activity.ran(chosen)
         if not joins_keys:
             call_cache.remember(key, args, options, call, chosen)

@@ -47,8 +47,8 @@ class Tensors:
         """The fields in TABLES, in their order."""
         return [getattr(self, name) for name in TABLES]
 
-    def whole(self) -> Tensors:
-        """The tensors with `k_shared` joined to K: see `Problem.whole`."""
+    def with_joined_keys(self) -> Tensors:
+        """The tensors with `k_shared` joined to K: see `Problem.with_joined_keys`."""
         assert self.k_shared is not None
         return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
 

@@ -197,10 +197,10 @@ def _first_with(function: str, device: torch.device) -> str | None:
 
 def _as_taken(name: str, problem: Problem) -> Problem:
     """The problem as a backend takes it: with `k_shared` joined to K unless it reads both."""
-    if not problem.shared:
+    if not problem.k_shared_dim:
         return problem
     takes = getattr(load(name), "takes_shared", None)
-    return problem if takes is not None and takes(problem) else problem.whole()
+    return problem if takes is not None and takes(problem) else problem.with_joined_keys()
 
 
 def supports(name: str, problem: Problem) -> str | None:

@@ -171,7 +171,7 @@ def _checked(
         tree=t.tree_mask is not None,
         positions=t.positions is not None,
         selection=selection,
-        shared=shared,
+        k_shared_dim=shared,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,

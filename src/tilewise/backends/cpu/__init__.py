@@ -140,7 +140,7 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
         or p.biased
         or p.sinks
         or p.selection
-        or p.shared
+        or p.k_shared_dim
         or p.rules.q_offset == "rows"
     ):
         return None  # a bound launch takes no new addresses of these
