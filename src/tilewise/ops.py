@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .core import storage
-from .core.kv_store import Format, Places, Store
+from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
 from .core.problem import GRADS
 from .core.tracing import is_wrapper
@@ -320,16 +320,16 @@ def _run_write(
 ) -> None:  # fmt: skip
     def store(stored: str, width: int, data: torch.Tensor, scales: Any) -> Store:
         fmt = storage.parse(stored)
-        return Store(Format(fmt.name, width, fmt.group), data, scales).map(lambda x: x[layer].transpose(1, 2))
+        return Store(RowFormat(fmt.name, width, fmt.group), data, scales).map(lambda x: x[layer].transpose(1, 2))
 
     keys = store(k_stored, k.shape[-1], k_pages, k_scales)
     if latent is None:
         values = store(v_stored, v.shape[-1], v_pages, v_scales)
     else:
-        values, v = keys.first(Format(keys.format.name, latent, keys.format.group)), k[..., :latent]
+        values, v = keys.first(RowFormat(keys.format.name, latent, keys.format.group)), k[..., :latent]
     starts, cu, table = tables
-    places = Places(starts, cu, k.shape[0] * k.shape[2], packed, table, padded=True)
-    planner.writer(keys, values, keys.data.shape[2])(k, v, places)
+    slots = WriteSlots(starts, cu, k.shape[0] * k.shape[2], packed, table, padded=True)
+    planner.writer(keys, values, keys.data.shape[2])(k, v, slots)
 
 
 def _define_write() -> None:

@@ -85,7 +85,7 @@ class BackwardTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefix:
     """Prefixes that sequences of a paged call share, as a paged call of its own: one sequence for each prefix.
 
     `q` has the call's queries, packed `[T, H, D]`, sorted by prefix.

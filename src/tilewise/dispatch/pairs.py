@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.options import Options
-from ..core.tensors import Shared
+from ..core.tensors import SharedPrefix
 from ..state import AttentionState
 from ..validation import calls
 from . import activity, call_cache, planner
@@ -21,7 +21,7 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, context
 
 
 def attend(
-    q: torch.Tensor, k: Any, v: Any, shared: Shared, tables: Tables, max_q: int, options: dict[str, Any]
+    q: torch.Tensor, k: Any, v: Any, shared: SharedPrefix, tables: Tables, max_q: int, options: dict[str, Any]
 ) -> AttentionState | None:
     """The merged state in the order of `q`; None if the caller has to make two calls and merge them.
 

@@ -17,7 +17,7 @@ import torch
 from ..api import paged_attention
 from ..core.mask_rules import MaskRules
 from ..core.options import PLACES
-from ..core.tensors import Shared
+from ..core.tensors import SharedPrefix
 from ..dispatch import pairs
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
@@ -182,7 +182,7 @@ def run(
     packed = q.ndim == 3
     rows = q if packed else (q if seq_major == "blhd" else q.transpose(1, 2)).flatten(0, 1)  # [T, H, D]
     ordered = rows if split.order is None else rows[split.order]
-    shared = Shared(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
+    shared = SharedPrefix(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
     tables = (split.rest_of(block_table), context_lens - split.taken, cu_seqlens)
     state = pairs.attend(rows, *operands, shared, tables, longest, options)
     if state is None:

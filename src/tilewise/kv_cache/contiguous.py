@@ -12,7 +12,7 @@ import torch
 from ..api import attention
 from ..core.devices import as_device
 from ..core.eager import eager
-from ..core.kv_store import Places
+from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
@@ -148,7 +148,7 @@ class KVCache:
         np.cumsum(new, out=cu[1:])
         if tokens := int(cu[-1]):
             starts, cu_on_device = upload(self.device, self.store.length, cu)
-            self.store.write(k, v, Places(starts, cu_on_device, tokens, packed=False))
+            self.store.write(k, v, WriteSlots(starts, cu_on_device, tokens, packed=False))
         self.store.set(length, np.maximum(self.store.first, length - self.capacity) if self.ring else self.store.first)
 
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
