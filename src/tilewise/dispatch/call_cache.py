@@ -33,7 +33,7 @@ ARGUMENTS = {  # the fields of `Tensors` that an entry point's positional argume
     "attention": ("q", "k", "v"),
     "varlen_attention": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "paged_attention": ("q", "k", "v", "block_table", "kv_lengths"),
-    "pair": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `pairs.py`
+    "cascade": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `cascade.py`
 }
 KEY_INDICES = INPUTS.index("key_indices")
 LAST_TABLES = slice(-len(TABLES), None)  # where TABLES are in a list of inputs
@@ -201,7 +201,7 @@ def remember(
 ) -> None:
     """Puts a call that has just run into the cache, unless validation copied, converted or read something for it.
 
-    `run` replaces that of the plan's backend (`pairs.py`).
+    `run` replaces that of the plan's backend (`cascade.py`).
     """
     t, validate = call.tensors, options.get("validate")
     if key is None or call.problem.is_empty or _depends_on_values(call, options):

@@ -44,7 +44,7 @@ class Backend(Protocol):
           differ in their addresses only and come in the order of the fields of `Tensors`: None for those that the call
           does not have, and none after `lse` if there are no more.
         - `takes_shared(problem)`: whether it reads `k_shared` beside K. Else both are joined first.
-        - `run_pair(shared_plan, plan, tensors, shared)`: cascade attention in one launch, for `pairs.py`.
+        - `run_cascade(shared_plan, plan, tensors, shared)`: cascade attention in one launch, for `cascade.py`.
         - `cascade_gain(problem, rows, tokens)`: the seconds that a cascade saves.
         - `merge_into(outs, lses, out, lse)`: merges partial results in one pass.
         - `compile_loop(loop)`: compiles a plain loop over NumPy arrays.
@@ -180,9 +180,9 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     return loop if name is None else cast(Any, load(name)).compile_loop(loop)
 
 
-def runs_pairs(device: torch.device) -> bool:
-    """Whether a backend can run two calls over the same queries in one launch."""
-    return _first_with("run_pair", device) is not None
+def runs_cascades(device: torch.device) -> bool:
+    """Whether a backend can run a cascade in one launch."""
+    return _first_with("run_cascade", device) is not None
 
 
 @cache

@@ -18,7 +18,7 @@ from ..api import paged_attention
 from ..core.mask_rules import MaskRules
 from ..core.options import PLACES
 from ..core.tensors import SharedPrefix
-from ..dispatch import pairs
+from ..dispatch import cascade
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
 from .attending import into
@@ -184,9 +184,9 @@ def run(
     ordered = rows if split.order is None else rows[split.order]
     shared = SharedPrefix(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
     tables = (split.rest_of(block_table), context_lens - split.taken, cu_seqlens)
-    state = pairs.attend(rows, *operands, shared, tables, longest, options)
+    state = cascade.attend(rows, *operands, shared, tables, longest, options)
     if state is None:
-        head = _call(ordered, operands, shared.tables, shared.max_q, options | pairs.NOT_SHARED)
+        head = _call(ordered, operands, shared.tables, shared.max_q, options | cascade.NOT_SHARED)
         if split.back is not None:
             head = AttentionState(head.out[split.back], head.lse[split.back])
         state = _merged(_call(rows, operands, tables, longest, options), head)

@@ -93,7 +93,7 @@ def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
     backward.run(plan, tensors)
 
 
-def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: SharedPrefix) -> None:
+def run_cascade(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: SharedPrefix) -> None:
     from . import cascade
 
     cascade.run(shared_plan, plan, tensors, shared)

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+from ...core.atomic_write import write_whole
 from ...core.cache_home import cache_home
-from ...core.outputs import write_whole
 from ...core.problem import Problem
 from ...core.storage import PLAIN, StorageFormat
 from ..gpu.flags import ceil_pow2
