@@ -211,9 +211,8 @@ def remember(
         return
     launch = None
     if run is None:
-        backend = planner.load(plan.backend)
-        run = backend.run
-        launch = backend.bind(plan, t) if hasattr(backend, "bind") else None
+        run, bind = planner.load(plan.backend).run, planner.optional(plan.backend, "bind")
+        launch = None if bind is None else bind(plan, t)
     if launch is None:
         launch = _through_run(run, plan, t, {**given, "out": call.out, "lse": call.lse})
     if not any(x is not None and values.readable(x, validate) for x in (t.key_indices, *t.tables())):

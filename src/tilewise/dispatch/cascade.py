@@ -44,7 +44,7 @@ def attend(
     a = calls.paged(shared.q, k, v, *shared.tables[:2], Options(**first))
     b = calls.paged(q, k, v, *tables[:2], Options(**own))
     shared_plan, plan = (planner.choose(c.problem, backend, torch.get_num_threads()) for c in (a, b))
-    run_cascade = getattr(planner.load(plan.backend), "run_cascade", None)
+    run_cascade = planner.optional(plan.backend, "run_cascade")
     empty = any(c.problem.is_empty or c.problem.copies for c in (a, b))
     if shared_plan.backend != plan.backend or run_cascade is None or empty:
         return None
