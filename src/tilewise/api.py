@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from . import autograd, ops
-from .core import cost
+from .core import cost, keywords
+from .core.arrays import returner
 from .core.eager import eager_function
 from .core.options import Array, Options
 from .core.plan import Plan
+from .core.signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .core.tensors import Tensors
 from .core.tracing import is_in_transform, is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
-from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
-from .validation import calls, keywords, meta
-from .validation.arrays import returner
+from .validation import calls, meta
 from .validation.calls import Call
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _functorch as functorch
 
+from .core import keywords
+from .core.arrays import returner, to_tensor
 from .core.options import Options
 from .core.plan import Plan
 from .core.problem import GRADS, Problem
@@ -22,8 +24,7 @@ from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, Unsupported, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation import calls, keywords, memory, meta
-from .validation.arrays import returner, to_tensor
+from .validation import calls, memory, meta
 from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
 # The entry points that have gradients, and the tables that they take after q, k and v

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .core import storage
+from .core.arrays import returner, to_tensor
 from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
 from .core.problem import GRADS
@@ -27,7 +28,6 @@ from .dispatch import planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation.arrays import returner, to_tensor
 
 # The window is `left` and `right`. Quantised K and V are three arguments: data, scales and "dtype/group". Tensors are
 # positional, since torch differentiates by no others. Inductor's graphs on disk call by position and outlive an update:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .core.arrays import returner, to_tensor
 from .dispatch import planner
 from .errors import InvalidArgument
-from .validation.arrays import returner, to_tensor
 
 
 class AttentionState(NamedTuple):

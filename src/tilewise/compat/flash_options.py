@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
+from ..core import keywords
 from ..errors import InvalidArgument
-from ..validation import keywords
 
 Side = int | None
 WindowSize = tuple[Side, Side] | Sequence[Side] | torch.Tensor | None

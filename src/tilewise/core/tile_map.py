@@ -9,10 +9,10 @@ import torch
 from typing_extensions import Unpack
 
 from ..errors import InvalidArgument
-from ..signatures import shows
-from ..validation import keywords
-from ..validation.arrays import to_tensor
+from . import keywords
+from .arrays import to_tensor
 from .options import LIMIT, Options, RuleOptions, as_block, as_size, as_tile, is_int
+from .signatures import shows
 from .tile_blocks import best_of, indices_of, states_of
 from .tile_spans import span_tiles
 from .tile_spec import TileMapSpec, spec_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgument
-from ..validation.arrays import to_tensor
+from .arrays import to_tensor
 from .devices import as_device
 from .mask_rules import MaskRules, key_spans, place_rows
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, is_int, to_int

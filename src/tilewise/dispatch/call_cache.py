@@ -15,9 +15,9 @@ from torch import Tensor, get_num_threads, is_grad_enabled
 from torch.autograd import forward_ad
 
 from ..core.plan import Plan
+from ..core.signatures import UNSET
 from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
 from ..quantised import Quantised
-from ..signatures import UNSET
 from ..state import AttentionState
 from ..validation import values
 from ..validation.calls import Call

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..api import paged_attention
+from ..core.arrays import returner, to_tensor
 from ..core.mask_rules import MaskRules
 from ..core.options import PLACES
 from ..core.tensors import SharedPrefix
 from ..dispatch import cascade
 from ..state import AttentionState, merge
-from ..validation.arrays import returner, to_tensor
 from .attending import into
 from .block_loops import compiled, merge_rows
 from .upload import upload

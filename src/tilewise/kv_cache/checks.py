@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..core.arrays import with_memory
 from ..core.kv_store import RowFormat
 from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
-from ..validation.arrays import with_memory
 from .integers import integer
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from ..api import attention
+from ..core.arrays import returner, to_tensor
 from ..core.devices import as_device
 from ..core.eager import eager
 from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
-from ..validation.arrays import returner, to_tensor
 from . import checks, copies, hadamard, ring
 from .attending import attend, into, is_seq_major, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes

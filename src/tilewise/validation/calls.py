@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import to_tensor
 from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
@@ -34,7 +35,6 @@ from ..errors import InvalidArgument
 from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
-from .arrays import to_tensor
 from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
 
