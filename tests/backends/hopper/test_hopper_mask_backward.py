@@ -13,7 +13,7 @@ if sys.platform != "linux":
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from aot import SHARED
-from test_hopper_backward import built, given, problem
+from test_hopper_backward import H200, built, given, problem
 from tilewise.backends import hopper
 from tilewise.backends.gpu.kernel import Kernel
 from tilewise.backends.hopper.bwd import config
@@ -117,10 +117,10 @@ def test_programs_that_store_cells_of_a_mask_have_one_key_block():
 
 
 def test_few_planes_at_once_read_the_same_rows_of_a_mask():
-    planes = {name: config.planes_at_once(p, config.spec_of(p)) for name, p in PROBLEMS.items()}
+    planes = {name: config.planes_at_once(p, config.spec_of(p, H200), H200) for name, p in PROBLEMS.items()}
     assert planes["dense"] == planes["shared"] == 8  # h200/LOG.md, backward #17
     unmasked = replace(PROBLEMS["shared"], mask=None, grads=("q", "k", "v"))
-    assert config.planes_at_once(unmasked, config.spec_of(unmasked)) == 24
+    assert config.planes_at_once(unmasked, config.spec_of(unmasked, H200), H200) == 24
 
 
 def test_what_is_not_served_is_refused_by_name():
@@ -200,7 +200,7 @@ def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
     monkeypatch.setattr(Kernel, "compile_and_launch", compile_and_launch)
     case = Case(B=2, H=4, Lq=300, Lk=520, D=64, dtype="bf16", mask=dims, mask_kind=kind, causal=True)
     call = make_gradients(case).call
-    launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)))
+    launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)), H200)
     tensors = launcher.tensors(call.tensors)
     there = {name for name, x in tensors.items() if x is not None}
     for step in launcher.compile_and_launch(tensors):
