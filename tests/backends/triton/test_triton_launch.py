@@ -14,7 +14,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 import tilewise
-from tilewise.backends.gpu import block_lists, kernel, semaphores
+from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import launch as prefill
@@ -157,11 +157,11 @@ def test_no_memory_for_what_stays_is_an_error(monkeypatch):
 def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
     """Until its states change, another stream asks, or a graph is captured."""
     made, stream, captured = [], [7], [False]
-    lister = block_lists.Lister.__new__(block_lists.Lister)
+    lister = block_sparsity_launch.Lister.__new__(block_sparsity_launch.Lister)
     lister.kept = ()
     monkeypatch.setattr(lister, "retiled", lambda tile_map: made.append(tile_map) or f"cut {len(made)}")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
-    monkeypatch.setattr(block_lists, "capturing", lambda: captured[0])
+    monkeypatch.setattr(block_sparsity_launch, "capturing", lambda: captured[0])
 
     def tile_map():
         states = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), _version=0)

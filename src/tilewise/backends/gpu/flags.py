@@ -1,4 +1,4 @@
-"""Compile-time options that the kernels of all GPU backends share."""
+"""Compile-time options that the kernels of all GPU backends share, and constants of theirs."""
 
 from __future__ import annotations
 

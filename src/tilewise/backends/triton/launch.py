@@ -16,12 +16,12 @@ import torch
 from ...core.plan import ByPlan, Plan
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
-from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
 from ..gpu.kernel import INTERPRETED, AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
-from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
+from ..gpu.varlen_order_launch import Orderer
 from . import config, tuned
 from .arguments import STRIDES, TENSORS
 from .combine import combine

@@ -14,7 +14,7 @@ import torch
 from ....core.plan import ByPlan, Plan
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
-from ...gpu.block_lists import NO_LISTS, BlockLister, Lister, Listing, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
 from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
 from ...gpu.semaphores import SPARE, Semaphores

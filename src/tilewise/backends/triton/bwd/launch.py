@@ -27,7 +27,7 @@ from ....core.problem import MaskSpec, Problem
 from ....core.storage import as_bytes
 from ....core.tensors import BackwardTensors, Tensors
 from ....core.tile_map import TileMap
-from ...gpu.block_lists import NO_LISTS, Lister, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ...gpu.flags import rules_of, softcap_of
 from ...gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
 from ...gpu.semaphores import capturing

@@ -11,7 +11,7 @@ if sys.platform != "linux":
 
 RUN = """
 import torch
-from tilewise.backends.gpu.block_lists import BlockLister
+from tilewise.backends.gpu.block_sparsity_launch import BlockLister
 from tilewise.core.options import Options
 from tilewise.validation import calls
 torch.manual_seed(0)
