@@ -1,6 +1,6 @@
 """A Triton or Gluon kernel, launched through Triton once and by addresses from then on.
 
-A launch through Triton takes tens of microseconds (hundreds with TMA descriptors), one by address a few.
+A launch by address takes a fraction of the host time of one through Triton, most of all with TMA descriptors.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Device:
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def kernel(self, name: str, text: str, threads: int) -> Any:
-        """The kernel `name` of a source, compiled once; refused if it cannot have so many threads."""
+        """The kernel `name` of a source, compiled once; refused if it cannot have that number of threads."""
         kernel = self.kept.get(text)
         if kernel is None:
             kernel = getattr(self.compile_shader(text), name)
@@ -82,7 +82,7 @@ def why_not(kind: str) -> str | None:
 
 @contextmanager
 def planning_for(cores: int) -> Iterator[None]:
-    """Plans as for a GPU of so many cores, in this thread; nothing is compiled."""
+    """Plans as for a GPU with `cores` cores, in this thread; nothing is compiled."""
 
     def none(text: str) -> None:
         raise AssertionError("a plan for another machine was run")

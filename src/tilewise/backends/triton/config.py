@@ -29,10 +29,10 @@ from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
 
-DECODE_ROWS = 16  # up to so many queries a call is decode: heads of a group share a tile and the keys are split
+DECODE_ROWS = 16  # queries up to which a call is decode: heads of a group share a tile and the keys are split
 COMBINE_BLOCK = 16  # split-KV partials of a row that are loaded at once
 COMBINED_REGISTERS = 128  # registers per thread that they may take
-SHORT_KEYS = 1 << 16  # up to so many keys over all heads, splits are short and tiles should be too
+SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles too
 FOUR_STAGES = 202 << 10  # bytes of shared memory of four stages of D=256, with pages of 16
 MOST_ORDERED = 1024  # batches below this size are sorted by one program
 L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the H200's L2 has 50 MiB

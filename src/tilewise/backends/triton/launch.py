@@ -1,8 +1,8 @@
 """From a plan and its tensors to kernel launches.
 
 The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers pass their addresses directly to it, which takes a few microseconds
-instead of tens. Nothing here reads a value on the device.
+calls with the same strides and aligned pointers pass their addresses directly to it. Nothing here reads a value on the
+device.
 """
 
 from __future__ import annotations
