@@ -55,7 +55,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     if forward_ad._current_level >= 0:
         return None
     key = [name, get_num_threads()]
-    given = [*args]
+    tensors = [*args]
     for option, x in options.items():
         if type(x) in SCALARS or isinstance(x, float):
             if x is not None or option not in UNSET.get(name, ()):
@@ -64,10 +64,10 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
             key += option, (*map(type, x), *x)
         else:
             key.append(option)
-            given.append(x)
+            tensors.append(x)
     grad, first, addresses = is_grad_enabled(), len(key), 0
     try:
-        for x in given:
+        for x in tensors:
             if type(x) is Tensor:
                 if grad and x.requires_grad:
                     return None
@@ -78,7 +78,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                     addresses |= x.data_ptr()
             elif type(x) is Quantised:
                 key += x.dtype, x.group
-                given += (x.data,) if x.scales is None else (x.data, x.scales)
+                tensors += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
         # Whether V is a view of K (`is_v_in_k`), which it cannot be if it is contiguous.
@@ -131,17 +131,17 @@ class CachedCall:
             self.launch(*args, out, lse)
         else:
             flat = _split(args) if self.quantised else args
-            given: list[Any] = [
+            inputs: list[Any] = [
                 None if at is None else flat[at] if type(at) is int else options[at] for at in self.sources
             ]
             if self.validate is not False and not self.checks_tables:
-                values.check_tables(self.problem, given[1].shape[0], self.validate, *given[LAST_TABLES])
-                values.check_indices(self.problem, given[KEY_INDICES], self.validate)
+                values.check_tables(self.problem, inputs[1].shape[0], self.validate, *inputs[LAST_TABLES])
+                values.check_indices(self.problem, inputs[KEY_INDICES], self.validate)
             if self.extents is not None:
-                self.check_apart(out, given)
-            done = self.launch(*given[:3], out, lse, *given[3:], *more)
+                self.check_apart(out, inputs)
+            done = self.launch(*inputs[:3], out, lse, *inputs[3:], *more)
             if self.checks_tables and not done:
-                self.refuse_tables(given[1].shape[0], given[LAST_TABLES])
+                self.refuse_tables(inputs[1].shape[0], inputs[LAST_TABLES])
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
@@ -154,12 +154,12 @@ class CachedCall:
             return None
         if not (self.checks_tables or self.validate is False):
             return None
-        rest = [None if at is None else args[at] if type(at) is int else options[at] for at in self.sources[3:]]
+        others = [None if at is None else args[at] if type(at) is int else options[at] for at in self.sources[3:]]
         launch, count, checks = self.launch, self.count, self.checks_tables
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-            if not launch(q, k, v, out, None, *rest) and checks:
-                self.refuse_tables(k.shape[0], rest[LAST_TABLES])
+            if not launch(q, k, v, out, None, *others) and checks:
+                self.refuse_tables(k.shape[0], others[LAST_TABLES])
             count()
 
         return call
@@ -287,12 +287,12 @@ def keep(key: Key, cached: Any) -> None:
 
 def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[str, Any]) -> Launcher:
     """A launch by the backend's `run`, for calls that it cannot `bind`: other tensors get the views of those in `t`."""
-    held = [getattr(t, name) for name in FIELDS]
-    views = [None if x is None else view_of(x, given[name]) for name, x in zip(FIELDS, held, strict=True)]
+    fields = {name: getattr(t, name) for name in FIELDS}
+    views = [None if x is None else view_of(x, given[name]) for name, x in fields.items()]
 
     def launch(*tensors: Any) -> None:
-        seen = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
-        run(plan, Tensors(*seen), *tensors[len(views) :])
+        viewed = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
+        run(plan, Tensors(*viewed), *tensors[len(views) :])
 
     return launch
 
