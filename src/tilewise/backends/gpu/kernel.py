@@ -75,7 +75,8 @@ class AddressLauncher:
         key = None
         if not INTERPRETED:
             if self.present is None:
-                self.find_present(t)
+                self.find_names(t)
+                self.present = attrgetter(*[self.SOURCES[name] for name in self.names])  # last, for other threads
             given = self.present(t)
             addresses = [x.data_ptr() for x in given]
             if is_aligned(addresses, t.q.device):
@@ -86,10 +87,9 @@ class AddressLauncher:
         with nullcontext() if INTERPRETED else torch.cuda.device(t.q.device):
             self.compile_and_launch(t, key)
 
-    def find_present(self, t: Tensors) -> None:
-        """Sets the names of the tensors that the plan's calls have."""
+    def find_names(self, t: Tensors) -> None:
+        """Sets `names`, of the tensors that the plan's calls have."""
         self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
-        self.present = attrgetter(*[self.SOURCES[name] for name in self.names])
 
     def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The key of a call in `ready`, None if it always goes through Triton; then more arguments of `relaunch`."""

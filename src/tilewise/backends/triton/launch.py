@@ -88,8 +88,8 @@ class Launcher(AddressLauncher):
         self.order_at: list[int] = []  # of the tensors that the orderer reads
         self.combined_at: list[int] = []  # of those that `combine` takes
 
-    def find_present(self, t: Tensors) -> None:
-        super().find_present(t)
+    def find_names(self, t: Tensors) -> None:
+        super().find_names(t)
         names = self.names
         self.mask_at = names.index("MASK") if "MASK" in names else 0
         self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
