@@ -26,8 +26,8 @@ from gpt import ATTEND, GPT, KEEP_ATTENTION, SHORTEST, Text, byte_text, loss_of,
 from torch import nn
 
 import tilewise
+from tilewise.core.atomic_write import check_target, write_or_rescue
 from tilewise.core.extras import MissingPackage
-from tilewise.core.outputs import check_target, write_or_rescue
 from tilewise.tools.bench import svg
 from tilewise.tools.bench.machine import describe, memory_available
 from tilewise.tools.bench.page import device_name

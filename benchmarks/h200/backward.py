@@ -24,12 +24,14 @@ import torch
 from timing import ceilings, seconds
 
 from tilewise.autograd import _checked
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.core.tensors import BackwardTensors
 from tilewise.dispatch import planner
 
 BF16 = torch.bfloat16
+H200 = nvidia(90)
 CELLS = [(64, 32, 32), (128, 16, 16), (128, 32, 8)]
 Work = tuple[Any, BackwardTensors]
 
@@ -56,7 +58,7 @@ def other(made: Work) -> Callable[[], Any]:
     plan, tensors = made
     heuristic = config.persistent
     config.persistent = lambda p: not heuristic(p)
-    launcher = NarrowLauncher(plan)
+    launcher = NarrowLauncher(plan, H200)
     config.persistent = heuristic
     return lambda: launcher(tensors)
 
@@ -197,7 +199,7 @@ def compile_all(args: Any) -> None:
     for what in [*(CELLS[:2] if args.sparse else ()), *(() if args.only_sparse else cells(args))]:
         made = cell_works(args, *what) if len(what) == 5 else [m for m, _ in sparse_works(*what).values()]
         for index, (plan, _) in enumerate(made):
-            todo.setdefault(config.spec_of(plan.problem), (what, index))
+            todo.setdefault(config.spec_of(plan.problem, H200), (what, index))
         del made
     torch.cuda.empty_cache()
     with ProcessPoolExecutor(16, multiprocessing.get_context("spawn")) as pool:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from tilewise import Unsupported
-from tilewise.backends.hopper.bwd import config
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.hopper.bwd import config, launch
 from tilewise.testing.case import Case
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES, SOME
@@ -97,9 +98,9 @@ def choose(persistent: bool, unsplit: bool, clean: bool) -> None:
     config.CLEANS = config.CLEANS or clean
     if persistent:
         config.persistent = lambda p: True
-        config.PROCESSORS = 5  # so that a program has many blocks
+        launch.target_of = lambda device: nvidia(90, 5)  # so that a program has many blocks
     if unsplit:
-        config.splits_of = lambda p: 1
+        config.splits_of = lambda p, target: 1
 
 
 def check(case: Case) -> dict[str, Any]:

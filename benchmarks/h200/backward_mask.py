@@ -25,6 +25,7 @@ from backward_checks import check, repeats
 from backward_triton import PLANE, Row, flops, made_of, sdpa, whole_pass
 from timing import ceilings, seconds
 
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.dispatch import planner
@@ -74,8 +75,8 @@ PLANES = {f"{n} planes": n for n in (4, 12, 24)}  # at once; the same kernels
 def launcher_of(made: Any, how: str = "hopper") -> NarrowLauncher:
     chosen = config.spec_of
     change = HOWS.get(how, HOWS["hopper"])
-    config.spec_of = lambda p: replace(chosen(p), **change(chosen(p)))
-    launcher = NarrowLauncher(planner.choose(made.problem, "hopper"), PLANES.get(how, 0))
+    config.spec_of = lambda p, target: replace(chosen(p, target), **change(chosen(p, target)))
+    launcher = NarrowLauncher(planner.choose(made.problem, "hopper"), nvidia(90), PLANES.get(how, 0))
     config.spec_of = chosen
     return launcher
 

@@ -22,6 +22,7 @@ from backward import BF16, peers, work
 from backward_checks import repeats
 from timing import graphed, seconds
 
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.testing.case import Case
@@ -48,11 +49,12 @@ CASES = [
     (0, Case(B=1, H=16, Hkv=2, Lq=2048, D=128, dtype="bf16")),
 ]
 HEURISTIC = config.splits_of
+H200 = nvidia(90)
 
 
 def use(splits: int) -> None:
     """So many in every call; 0: as the heuristic has it."""
-    config.splits_of = (lambda p: splits) if splits else HEURISTIC
+    config.splits_of = (lambda p, target: splits) if splits else HEURISTIC
 
 
 def check(splits: int, case: Case, count: int) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def made_of(D: int, B: int, H: int, Hkv: int, L: int, causal: bool) -> tuple[Any
 def compile_one(what: tuple[Any, ...], splits: int) -> None:
     use(splits)
     (plan, tensors), _ = made_of(*what)
-    NarrowLauncher(plan)(tensors)
+    NarrowLauncher(plan, H200)(tensors)
     torch.cuda.synchronize()
 
 
@@ -84,7 +86,7 @@ def compiling(pool: ProcessPoolExecutor, rows: list[Any]) -> dict[Future[Any], A
         (plan, _), _ = made_of(*what)
         for splits in (1, 2):
             use(splits)
-            jobs.setdefault(config.spec_of(plan.problem), (what, splits))
+            jobs.setdefault(config.spec_of(plan.problem, H200), (what, splits))
     use(0)
     return {pool.submit(compile_one, *job): job for job in jobs.values()}
 
@@ -116,7 +118,7 @@ def timed(args: Any, what: tuple[Any, ...]) -> dict[str, Any]:
         if splits > 2 and row["programs"] * splits > 660:
             continue
         use(splits)
-        launcher = NarrowLauncher(plan)
+        launcher = NarrowLauncher(plan, H200)
         launcher(tensors)
         got = {name: x.float() for name, x in tensors.gradients().items()}
         want = want or got
@@ -129,7 +131,7 @@ def timed(args: Any, what: tuple[Any, ...]) -> dict[str, Any]:
                 print(f"  launches: {type(error).__name__}: {str(error)[:200]}")
         runs[splits] = graphed([lambda launcher=launcher: launcher(tensors)] * 4)
     use(0)
-    row["model, us"] = {splits: round(config.time_of(plan.problem, splits)) for splits in runs}
+    row["model, us"] = {splits: round(config.time_of(plan.problem, splits, H200)) for splits in runs}
     ways = {str(splits): run for splits, run in runs.items()}
     if args.peers and what in PEERS:
         for name, run in peers(args.peers, *inputs, causal).items():

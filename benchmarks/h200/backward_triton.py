@@ -189,9 +189,9 @@ def kernel_runner(made: Any, side: str, tile: tuple[int, ...]) -> tuple[Callable
     memory = p.memory(t)
     torch.manual_seed(1)
     memory["DELTA"].normal_(0, 0.1)
-    lists = {name: lister.first(of_side(t.forward, name))[0] for name, lister in p.listers.items()}
+    lists = {name: lister.compile_and_launch(of_side(t.forward, name))[0] for name, lister in p.listers.items()}
     launches = [x for x in p.launches(t, memory, lists) if x[0].function.__name__ == KERNELS[side]]
-    ready = [(kernel.first(grid, given), given) for kernel, grid, given in launches]
+    ready = [(kernel.compile_and_launch(grid, given), given) for kernel, grid, given in launches]
     held = [(launch, [given[name].data_ptr() for name in launch.pointers]) for launch, given in ready if launch]
 
     def run(keep: Any = (memory, lists, ready, made)) -> None:

@@ -24,7 +24,8 @@ import torch
 from backward import BF16, work
 from timing import seconds
 
-from tilewise.backends.hopper.bwd import config
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.hopper.bwd import config, launch
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import check_gradients, make_gradients
@@ -70,23 +71,24 @@ CHECKS = {
     ],
 }  # fmt: skip
 SPEC_OF = config.spec_of
+H200 = nvidia(90)
 
 
 def use(form: str, few: bool = False) -> None:
     """The form, where it can be: a converter has a persistent program to convert for."""
 
-    def spec_of(problem: Any) -> Any:
-        s, changes = SPEC_OF(problem), dict(FORMS[form])
+    def spec_of(problem: Any, target: Any) -> Any:
+        s, changes = SPEC_OF(problem, target), dict(FORMS[form])
         if not (s.persistent and s.hides_right) or s.mask:
             changes |= {"converts": False}
         s = replace(s, **changes)
         # The converter's registers by the head dim, or the other way round.
         return replace(s, producer_regs=32 if s.converts and (s.D == 128) != ("other" in form) else 24)
 
-    config.spec_of, config.splits_of, config.CLEANS = spec_of, lambda p: 1, form == "cleans"
+    config.spec_of, config.splits_of, config.CLEANS = spec_of, lambda p, target: 1, form == "cleans"
     if few:  # persistent programs of many blocks
         config.persistent = lambda p: True
-        config.PROCESSORS = 5
+        launch.target_of = lambda device: nvidia(90, 5)
 
 
 def made_of(name: str, D: int) -> tuple[Any, float]:
@@ -116,7 +118,7 @@ def made_of(name: str, D: int) -> tuple[Any, float]:
 def compile_one(name: str, D: int, form: str) -> None:
     use(form)
     (plan, tensors), _ = made_of(name, D)
-    NarrowLauncher(plan)(tensors)
+    NarrowLauncher(plan, H200)(tensors)
     torch.cuda.synchronize()
 
 
@@ -136,7 +138,7 @@ def gradients(made: Any, form: str) -> dict[str, torch.Tensor]:
     for x in tensors.gradients().values():
         x.fill_(float("nan"))
     use(form)
-    NarrowLauncher(plan)(tensors)
+    NarrowLauncher(plan, H200)(tensors)
     return {name: x.clone() for name, x in tensors.gradients().items()}
 
 
@@ -173,7 +175,7 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
             if form != "plain":
                 row["apart"][form] = apart(gradients(made, form), want)
             use(form)
-            launcher = NarrowLauncher(made[0])
+            launcher = NarrowLauncher(made[0], H200)
             runs[form] = lambda launcher=launcher: launcher(made[1])
             runs[form]()
             torch.cuda.synchronize()

@@ -24,6 +24,7 @@ from backward import BF16, Work, peers, timed, unpack_peers, work
 from backward_checks import check, repeats
 from timing import ceilings
 
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 from tilewise.testing.case import Case
 
@@ -56,7 +57,7 @@ CHECKS = [
 
 
 def launcher_of(made: Work, changes: Any = (), planes: int = 0) -> WideLauncher:
-    launcher = WideLauncher(made[0], planes)
+    launcher = WideLauncher(made[0], nvidia(90), planes)
     if changes:
         launcher.specs = tuple(replace(s, **changed) for s, changed in zip(launcher.specs, changes, strict=True))
     return launcher

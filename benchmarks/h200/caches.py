@@ -25,7 +25,7 @@ import torch
 from tilewise import KVCache, PagedKVCache, attention
 from tilewise.backends.torch.kv_write import Append as InTorch
 from tilewise.backends.triton.kv_write import Append
-from tilewise.core.kv_store import Format, Places
+from tilewise.core.kv_store import RowFormat, WriteSlots
 
 DEVICE = torch.device("cuda")
 TYPES = ("f32", "f16", "bf16", "fp8_e4m3", "int8", "int4")
@@ -46,7 +46,7 @@ def check_bytes(share: int, shares: int) -> int:
         outer, slots = (9, 3) if paged else (5, 7)
         sides = []
         for _ in range(2):
-            formats = (Format.of("dtype", dtype, group, width) for width in (D, Dv))
+            formats = (RowFormat.of("dtype", dtype, group, width) for width in (D, Dv))
             stores = [f.empty(outer, 2, slots, device=DEVICE) for f in formats]
             for x in (x for s in stores for x in (s.data, s.scales) if x is not None):
                 x.view(torch.uint8).fill_(77)
@@ -57,7 +57,7 @@ def check_bytes(share: int, shares: int) -> int:
         shape = (1, 2, tokens) if packed else (5, 2, 11)
         k, v = (torch.randn(*shape, w, device=DEVICE).mul(3).to(source) for w in (D, Dv))
         k[0, 0, 0] = 0
-        places = Places(ints(1, 0, 2, 6, 0), cu, tokens, packed, table if paged else None)
+        places = WriteSlots(ints(1, 0, 2, 6, 0), cu, tokens, packed, table if paged else None)
         kernel = Append(*sides[0], slots)
         kernel(k, v, places)
         kernel(k, v, places)  # once more, by addresses
@@ -119,7 +119,7 @@ def times() -> list[dict[str, Any]]:
             ids = [cache.create() for _ in range(sequences)]
             batch = cache.extend(ids, tokens)
             k, v = torch.randn(2, 1, 8, sequences * tokens, 128, device=DEVICE, dtype=torch.bfloat16)
-            places = Places(batch._starts, batch.cu_seqlens, batch.tokens, True, batch.block_table)
+            places = WriteSlots(batch._starts, batch.cu_seqlens, batch.tokens, True, batch.block_table)
             write, to = cache.store.writer(0), torch.empty_like(k)
             results.append({
                 "dtype": dtype, "sequences": sequences, "tokens": tokens,

@@ -27,8 +27,8 @@ from timing import Way, graphed, seconds
 from tilewise import Quantised
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.triton import config
+from tilewise.backends.triton.flipped_products import pack_of
 from tilewise.backends.triton.launch import Launcher
-from tilewise.backends.triton.quantised import pack_of
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan

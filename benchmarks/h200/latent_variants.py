@@ -53,7 +53,7 @@ class Variant:
 
 
 NO_GATE = [("    mbarrier.wait(sh.scored[0], u & 1)  # the exp", "    # the exp")]
-NOT_COMBINED = [("self.combining.first((c.combiners, 1), given) if c.cut and not self.spec.inside else None", "None")]
+NOT_COMBINED = [("self.combining.compile_and_launch((c.combiners, 1), given)", "None")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
 ]

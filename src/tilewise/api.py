@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from . import autograd, ops
-from .core import cost
+from .core import cost, keywords
+from .core.arrays import returner
 from .core.eager import eager_function
 from .core.options import Array, Options
 from .core.plan import Plan
+from .core.signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .core.tensors import Tensors
 from .core.tracing import is_in_transform, is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
-from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
-from .validation import calls, keywords, meta
-from .validation.arrays import returner
+from .validation import calls, meta
 from .validation.calls import Call
 
 if TYPE_CHECKING:
@@ -355,9 +355,9 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     if call.problem.is_empty:
         _write_empty(call.tensors)
     else:
-        # The planner drops `shared` from the problem of a backend that wants keys in one tensor.
-        joins_keys = call.problem.shared != chosen.problem.shared
-        planner.load(chosen.backend).run(chosen, call.tensors.whole() if joins_keys else call.tensors)
+        # The planner drops `k_shared_dim` from the problem of a backend that wants keys in one tensor.
+        joins_keys = call.problem.k_shared_dim != chosen.problem.k_shared_dim
+        planner.load(chosen.backend).run(chosen, call.tensors.with_joined_keys() if joins_keys else call.tensors)
         activity.ran(chosen)
         if not joins_keys:
             call_cache.remember(key, args, options, call, chosen)

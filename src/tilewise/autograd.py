@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _functorch as functorch
 
+from .core import keywords
+from .core.arrays import returner, to_tensor
 from .core.options import Options
 from .core.plan import Plan
 from .core.problem import GRADS, Problem
@@ -22,8 +24,7 @@ from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, Unsupported, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation import calls, keywords, memory, meta
-from .validation.arrays import returner, to_tensor
+from .validation import calls, memory, meta
 from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
 # The entry points that have gradients, and the tables that they take after q, k and v
@@ -103,16 +104,16 @@ def attention_backward(
     tensors = (q, k, v, out, lse, dout, dlse)
     if is_traced() or ops.needs_operator(tensors):
         longest = () if cu_seqlens_q is None else ("max_q", "max_k")
-        if not is_traced() and meta.is_meta(q) and (given := meta.checkable(options, longest)) is not None:
+        if not is_traced() and meta.is_meta(q) and (checkable := meta.checkable(options, longest)) is not None:
             with torch.no_grad():
-                _checked(*tensors, grads, given)
+                _checked(*tensors, grads, checkable)
         return _traced(tensors, grads, backend, options)
     back = returner(q)
     with torch.no_grad():
         call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
         _run(call, backend)
-    found = _results(call, {"q": q, "k": k, "v": v, **options})
-    return AttentionGradients(*(x if x is None else back(x) for x in found))
+    results = _results(call, {"q": q, "k": k, "v": v, **options})
+    return AttentionGradients(*(x if x is None else back(x) for x in results))
 
 
 def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, options: dict[str, Any]) -> Any:
@@ -121,8 +122,8 @@ def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, option
     if backend is not None:
         raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
     check_grads(grads)
-    found = ops.traced_backward(tensors, grads, **options)
-    return AttentionGradients(*(found.get(name) for name in GRADS))
+    by_name = ops.traced_backward(tensors, grads, **options)
+    return AttentionGradients(*(by_name.get(name) for name in GRADS))
 
 
 def _checked(
@@ -132,9 +133,9 @@ def _checked(
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()
     out = out.contiguous() if out.ndim and out.stride(-1) != 1 else out
-    given = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
-    held = [x for x in given if x.layout is torch.strided and not x.is_nested]
-    if memory.overlaps_itself(out) or any(memory.overlap(out, x) for x in held):
+    tensors = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
+    strided = [x for x in tensors if x.layout is torch.strided and not x.is_nested]
+    if memory.overlaps_itself(out) or any(memory.overlap(out, x) for x in strided):
         out = out.clone(memory_format=torch.contiguous_format)  # it is only read: it may lie among the inputs
     o = Options(**options, out=out)
     if (cu_q is None) is not (cu_k is None):
@@ -151,10 +152,10 @@ def _checked(
     return backward(call, o, lse, dout, dlse, grads)
 
 
-def _results(call: BackwardCall, given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+def _results(call: BackwardCall, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """The gradients in the order of `GRADS`, each in the form of its argument; None for those not in the problem."""
-    asked = call.problem.grads
-    return tuple(call.result(name, to_tensor(name, given[name])) if name in asked else None for name in GRADS)
+    requested = call.problem.grads
+    return tuple(call.result(name, to_tensor(name, arguments[name])) if name in requested else None for name in GRADS)
 
 
 def _run(call: BackwardCall, backend: str | None) -> Plan:
@@ -180,12 +181,12 @@ def _write_empty(b: BackwardTensors) -> None:
 # Calls whose inputs require grad
 
 
-def needed(given: dict[str, Any]) -> tuple[str, ...]:
+def needed(arguments: dict[str, Any]) -> tuple[str, ...]:
     """The names of the arguments that require grad. Arrays other than torch tensors never do."""
-    if not torch.is_grad_enabled() or not isinstance(given["q"], torch.Tensor):
+    if not torch.is_grad_enabled() or not isinstance(arguments["q"], torch.Tensor):
         return ()
-    names = tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
-    shared = given.get("k_shared")  # part of k
+    names = tuple(x for x in GRADS if isinstance(arguments.get(x), torch.Tensor) and arguments[x].requires_grad)
+    shared = arguments.get("k_shared")  # part of k
     return names or (("k",) if isinstance(shared, torch.Tensor) and shared.requires_grad else ())
 
 
@@ -218,22 +219,30 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             remedy = f"call under torch.no_grad(), or hand in {which}.dequantise()"
             raise InvalidArgument(which, "Quantised in a call that needs gradients", "a float tensor", remedy)
     options |= dict(zip(TABLES[name], tables, strict=True))
-    held = {which: x for which, x in options.items() if isinstance(x, torch.Tensor)}
-    rest = {which: x for which, x in options.items() if which not in held}
+    tensor_options = {which: x for which, x in options.items() if isinstance(x, torch.Tensor)}
+    scalar_options = {which: x for which, x in options.items() if which not in tensor_options}
     q, k, v = (to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
-    out, lse = _Attention.apply(name, rest, tuple(held), q, k, v, *held.values())
+    out, lse = _Attention.apply(name, scalar_options, tuple(tensor_options), q, k, v, *tensor_options.values())
     return AttentionState(out, lse) if return_lse else out
 
 
+class BackwardOptions(NamedTuple):
+    """What a backward pass takes beside q, k, v, `out`, `lse`, their gradients and the tensors among its options."""
+
+    options: dict[str, Any]  # those that are no tensors, and perhaps some that are
+    tensor_names: tuple[str, ...]  # of the options that are passed as tensors
+    grads: tuple[str, ...]
+
+
 class _Attention(torch.autograd.Function):
-    """An entry point and its backward pass; `held` are the names of the options that are tensors."""
+    """An entry point and its backward pass; `tensor_names` are the names of the options that are tensors."""
 
     @staticmethod
     def forward(
         ctx: Any,
         name: str,
         options: dict[str, Any],
-        held: tuple[str, ...],
+        tensor_names: tuple[str, ...],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -241,30 +250,27 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from . import api  # it imports this module
 
-        given = options | dict(zip(held, map(_plain, tensors), strict=True))
-        tables = [given.pop(table) for table in TABLES[name]]
-        out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **given)
+        all_options = options | dict(zip(tensor_names, map(_plain, tensors), strict=True))
+        tables = [all_options.pop(table) for table in TABLES[name]]
+        out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **all_options)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.options, ctx.held = options, held
+        ctx.options, ctx.tensor_names = options, tensor_names
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        names = ("q", "k", "v", *ctx.held)
-        wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
+        names = ("q", "k", "v", *ctx.tensor_names)
+        requested = tuple(name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed)
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         _refuse_batches(dout, dlse)
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
-        how = options, ctx.held, tuple(wanted)
-        if torch.is_grad_enabled():  # create_graph=True
-            found = _Gradients.apply(how, q, k, v, out, lse, dout, dlse, *tensors)
-        else:
-            found = gradients(how, q, k, v, out, lse, dout, dlse, *tensors)
-        by_name = dict(zip(GRADS, found, strict=True))
+        o = BackwardOptions(options, ctx.tensor_names, requested)
+        compute = _Gradients.apply if torch.is_grad_enabled() else gradients  # grad mode: create_graph=True
+        by_name = dict(zip(GRADS, compute(o, q, k, v, out, lse, dout, dlse, *tensors), strict=True))
         return (None, None, None, *(by_name.get(name) for name in names))
 
 
@@ -280,28 +286,29 @@ class _Gradients(torch.autograd.Function):
     """A backward pass under `create_graph=True`: its own backward raises, since there is no double backward."""
 
     @staticmethod
-    def forward(ctx: Any, how: Any, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
-        return gradients(how, *tensors)
+    def forward(ctx: Any, o: BackwardOptions, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+        return gradients(o, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         raise no_double_backward()
 
 
-def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+def gradients(
+    o: BackwardOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any
+) -> tuple[torch.Tensor | None, ...]:
     """The backward pass of a call that has run: by the call's backend if that has one, else by the best."""
-    options, held, wanted = how
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, **options}
-    given |= zip(held, map(_plain, tensors), strict=True)
+    arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, **o.options}
+    arguments |= zip(o.tensor_names, map(_plain, tensors), strict=True)
     with torch.no_grad():
-        key = backward_cache.key_of(given, wanted)
+        key = backward_cache.key_of(arguments, o.grads)
         if (cached := call_cache.find(key)) is not None:
-            return _results(cached(given), given)
-        rest = {name: x for name, x in given.items() if name not in ARGUMENTS}
-        call = _checked(q, k, v, out, lse, dout, dlse, wanted, rest)
-        chosen = _run(call, _preferred(call.problem, options.get("backend")))
-        backward_cache.remember(key, call, chosen, given)
-        return _results(call, given)
+            return _results(cached(arguments), arguments)
+        options = {name: x for name, x in arguments.items() if name not in ARGUMENTS}
+        call = _checked(q, k, v, out, lse, dout, dlse, o.grads, options)
+        chosen = _run(call, _preferred(call.problem, o.options.get("backend")))
+        backward_cache.remember(key, call, chosen, arguments)
+        return _results(call, arguments)
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

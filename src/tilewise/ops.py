@@ -19,7 +19,8 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .core import storage
-from .core.kv_store import Format, Places, Store
+from .core.arrays import returner, to_tensor
+from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
 from .core.problem import GRADS
 from .core.tracing import is_wrapper
@@ -27,21 +28,21 @@ from .dispatch import planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation.arrays import returner, to_tensor
 
 # The window is `left` and `right`. Quantised K and V are three arguments: data, scales and "dtype/group". Tensors are
 # positional, since torch differentiates by no others. Inductor's graphs on disk call by position and outlive an update:
 # after the first release, new arguments come last.
 BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
 ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
-TENSOR_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS, "k_scales", "v_scales")
+FLOAT_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS)  # of calls over keys that are not quantised
+TENSOR_OPTIONS = (*FLOAT_OPTIONS, "k_scales", "v_scales")
 TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be tensors
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
     float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {**autograd.TABLES, "paged_attention": ("block_table", "context_lens")}
-OTHER_TENSORS = {  # optional
+OPTIONAL_TENSORS = {
     "attention": ("kv_lengths", *TENSOR_OPTIONS),
     "varlen_attention": ("kv_lengths", *TENSOR_OPTIONS),
     "paged_attention": ("cu_seqlens_q", *TENSOR_OPTIONS),
@@ -52,8 +53,11 @@ SIZES = {
     "paged_attention": "SymInt? max_q=None, str layout='bhld'",
 }
 # What an operator takes before the star, in order.
-NAMES = {name: ("q", "k", "v", *TABLES[name], *OTHER_TENSORS[name]) for name in TABLES}
-BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:-2])
+NAMES = {name: ("q", "k", "v", *TABLES[name], *OPTIONAL_TENSORS[name]) for name in TABLES}
+# What the backward operator takes after q, k and v, in order.
+BACKWARD_REQUIRED = ("out", "lse", "dout")
+BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
+BACKWARD = (*BACKWARD_REQUIRED, "dlse", *BACKWARD_OPTIONS)
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
 
@@ -127,9 +131,9 @@ def traced_backward(
     """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
     options = _rules(**options)
     names = [name for name in GRADS if name in grads]
-    rest = [options.pop(name, None) for name in BACKWARD[4:]]
-    found = torch.ops.tilewise.attention_backward.default(*tensors, *rest, ",".join(names), **options)
-    return dict(zip(names, found, strict=True))
+    tensor_options = [options.pop(name, None) for name in BACKWARD_OPTIONS]
+    gradients = torch.ops.tilewise.attention_backward.default(*tensors, *tensor_options, ",".join(names), **options)
+    return dict(zip(names, gradients, strict=True))
 
 
 def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **options: Any) -> dict[str, Any]:
@@ -153,21 +157,21 @@ def _run(name: str, *tensors: Any, **options: Any) -> Any:
             return _run(name, *tensors, **options)
     if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch drops arguments with default values
         return _entry(name)(*tensors)
-    given = _given(NAMES[name], tensors, options)
-    k = _stored(given.pop("k"), given.pop("k_scales", None), given.pop("k_stored", None))
-    v = _stored(given.pop("v"), given.pop("v_scales", None), given.pop("v_stored", None))
-    return _entry(name)(given.pop("q"), k, v, *(given.pop(table) for table in TABLES[name]), **given)
+    arguments = _arguments(NAMES[name], tensors, options)
+    k = _stored(arguments.pop("k"), arguments.pop("k_scales", None), arguments.pop("k_stored", None))
+    v = _stored(arguments.pop("v"), arguments.pop("v_scales", None), arguments.pop("v_stored", None))
+    return _entry(name)(arguments.pop("q"), k, v, *(arguments.pop(table) for table in TABLES[name]), **arguments)
 
 
-def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by the names that the entry points have, without those that are None."""
-    given = dict(zip(names, tensors, strict=False)) | options
-    window = given.pop("left", None), given.pop("right", None)
-    given["window"] = None if window == (None, None) else window
+    arguments = dict(zip(names, tensors, strict=False)) | options
+    window = arguments.pop("left", None), arguments.pop("right", None)
+    arguments["window"] = None if window == (None, None) else window
     for name in BY_ROW:
-        rows = given.pop(f"{name}s", None)
-        given[name] = rows if given.get(name) is None else given[name]
-    return {name: x for name, x in given.items() if x is not None}
+        rows = arguments.pop(f"{name}s", None)
+        arguments[name] = rows if arguments.get(name) is None else arguments[name]
+    return {name: x for name, x in arguments.items() if x is not None}
 
 
 @cache
@@ -213,9 +217,9 @@ def _define(name: str) -> None:
             return run(*tensors, **options)
         return plain.redispatch(below, *tensors, **options)
 
-    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
-    rest = ", ".join(f"Tensor? {x}=None" for x in OTHER_TENSORS[name])
-    schema = f"({first}, {rest}, *, {SIZES[name]}, {OPTIONS})"
+    required = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
+    optional = ", ".join(f"Tensor? {x}=None" for x in OPTIONAL_TENSORS[name])
+    schema = f"({required}, {optional}, *, {SIZES[name]}, {OPTIONS})"
     _add(name, f"{schema} -> Tensor", run, shapes)
     _add(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
     plain, with_lse = (getattr(torch.ops.tilewise, x).default for x in (name, f"{name}_lse"))
@@ -259,27 +263,28 @@ def _backward(names: tuple[str, ...], ctx: Any, dout: Any, dlse: Any) -> tuple[A
     if dout is None and dlse is None:
         return (None,) * len(needed)
     *inputs, out, lse = ctx.saved_tensors
-    given = dict(zip(names, inputs, strict=True))
     grads = [name for name in GRADS if needed.get(name)]
-    tensors = given | {"out": out, "lse": lse, "dout": torch.zeros_like(out) if dout is None else dout, "dlse": dlse}
-    found = torch.ops.tilewise.attention_backward.default(
+    tensors = dict(zip(names, inputs, strict=True)) | {"out": out, "lse": lse, "dlse": dlse}
+    tensors["dout"] = torch.zeros_like(out) if dout is None else dout
+    gradients = torch.ops.tilewise.attention_backward.default(
         *(tensors.get(name) for name in ("q", "k", "v", *BACKWARD)), ",".join(grads), **ctx.options
     )
-    by_name = dict(zip(grads, found, strict=True))
+    by_name = dict(zip(grads, gradients, strict=True))
     return tuple(by_name.get(name) for name in needed)
 
 
 def _run_backward(*tensors: Any, **options: Any) -> list[torch.Tensor]:
-    given = _given(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
-    grads = tuple(given.pop("grads").split(","))
-    first = [given.pop(name, None) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")]
-    found = autograd.gradients((given, (), grads), *first)
-    return [x for x in found if x is not None]
+    arguments = _arguments(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
+    grads = tuple(arguments.pop("grads").split(","))
+    inputs = [arguments.pop(name, None) for name in ("q", "k", "v", *BACKWARD_REQUIRED, "dlse")]
+    gradients = autograd.gradients(autograd.BackwardOptions(arguments, (), grads), *inputs)
+    return [x for x in gradients if x is not None]
 
 
 def _backward_shapes(q: Any, k: Any, v: Any, *tensors: Any, **_: Any) -> list[torch.Tensor]:
-    given = {"q": q, "k": k, "v": v} | dict(zip((*BACKWARD, "grads"), tensors, strict=True))
-    return [torch.empty(given[x].shape, dtype=given[x].dtype, device=q.device) for x in given["grads"].split(",")]
+    arguments = {"q": q, "k": k, "v": v} | dict(zip((*BACKWARD, "grads"), tensors, strict=True))
+    inputs = [arguments[name] for name in arguments["grads"].split(",")]
+    return [torch.empty(x.shape, dtype=x.dtype, device=q.device) for x in inputs]
 
 
 def _no_double_backward(ctx: Any, *_: Any) -> None:
@@ -287,10 +292,10 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 
 
 def _define_backward() -> None:
-    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD[:3]))
-    rest = ", ".join(f"Tensor? {x}" for x in BACKWARD[3:])
+    required = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD_REQUIRED))
+    optional = ", ".join(f"Tensor? {x}" for x in ("dlse", *BACKWARD_OPTIONS))
     sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
-    schema = f"({first}, {rest}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
+    schema = f"({required}, {optional}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
     _add("attention_backward", schema, _run_backward, _backward_shapes)
     torch.library.register_autograd("tilewise::attention_backward", _no_double_backward, lib=_library)
 
@@ -316,23 +321,23 @@ def _run_write(
 ) -> None:  # fmt: skip
     def store(stored: str, width: int, data: torch.Tensor, scales: Any) -> Store:
         fmt = storage.parse(stored)
-        return Store(Format(fmt.name, width, fmt.group), data, scales).map(lambda x: x[layer].transpose(1, 2))
+        return Store(RowFormat(fmt.name, width, fmt.group), data, scales).map(lambda x: x[layer].transpose(1, 2))
 
     keys = store(k_stored, k.shape[-1], k_pages, k_scales)
     if latent is None:
         values = store(v_stored, v.shape[-1], v_pages, v_scales)
     else:
-        values, v = keys.first(Format(keys.format.name, latent, keys.format.group)), k[..., :latent]
+        values, v = keys.first(RowFormat(keys.format.name, latent, keys.format.group)), k[..., :latent]
     starts, cu, table = tables
-    places = Places(starts, cu, k.shape[0] * k.shape[2], packed, table, padded=True)
-    planner.writer(keys, values, keys.data.shape[2])(k, v, places)
+    slots = WriteSlots(starts, cu, k.shape[0] * k.shape[2], packed, table, padded=True)
+    planner.writer(keys, values, keys.data.shape[2])(k, v, slots)
 
 
 def _define_write() -> None:
     pages = "Tensor(a!) k_pages, Tensor(b!)? k_scales, Tensor(c!)? v_pages, Tensor(d!)? v_scales"
     tables = "Tensor starts, Tensor cu_seqlens, Tensor block_table"
-    how = "int layer, bool packed, str k_stored, str v_stored, int? latent=None"
-    schema = f"(Tensor k, Tensor? v, {pages}, {tables}, *, {how}) -> ()"
+    options = "int layer, bool packed, str k_stored, str v_stored, int? latent=None"
+    schema = f"(Tensor k, Tensor? v, {pages}, {tables}, *, {options}) -> ()"
     _add("write_pages", schema, _run_write, lambda *tensors, **options: None)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from .core.arrays import to_tensor
 from .core.storage import QuantDtype, StorageFormat, as_bytes, as_group, quantised_names, stored_as
 from .errors import InvalidArgument
-from .validation.arrays import to_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .core.arrays import returner, to_tensor
 from .dispatch import planner
 from .errors import InvalidArgument
-from .validation.arrays import returner, to_tensor
 
 
 class AttentionState(NamedTuple):
@@ -38,14 +38,14 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     """
     states, back = _checked(states)
     out = states[0].out
-    found = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=torch.float32))
-    merge_into(states, found)
-    return AttentionState(back(found.out), back(found.lse))
+    merged = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=torch.float32))
+    merge_into(states, merged)
+    return AttentionState(back(merged.out), back(merged.lse))
 
 
-def merge_into(states: Sequence[AttentionState], found: AttentionState) -> None:
-    """Writes what `merge` returns; `found` may be the first state."""
-    if planner.merge_into([out for out, _ in states], [lse for _, lse in states], *found):
+def merge_into(states: Sequence[AttentionState], merged: AttentionState) -> None:
+    """Writes what `merge` returns; `merged` may be the first state."""
+    if planner.merge_into([out for out, _ in states], [lse for _, lse in states], *merged):
         return
     top = states[0].lse.float()
     for _, lse in states[1:]:
@@ -53,27 +53,27 @@ def merge_into(states: Sequence[AttentionState], found: AttentionState) -> None:
     base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
     taken = base == torch.inf  # a sink of +inf has taken all weight
     total = torch.zeros_like(base)
-    mixed = torch.zeros_like(found.out, dtype=torch.float32)
+    mixed = torch.zeros_like(merged.out, dtype=torch.float32)
     for out, lse in states:
         weight = torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp())  # [...], 1 for the largest
         total += weight
         mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
     total = torch.where(total == 0, 1.0, total)
-    found.out.copy_(mixed / total[..., None])
-    found.lse.copy_(top + total.log())
+    merged.out.copy_(mixed / total[..., None])
+    merged.lse.copy_(top + total.log())
 
 
-def add_into(parts: Sequence[torch.Tensor], found: torch.Tensor) -> None:
-    """Writes the sum of tensors of one shape, added in float32 and in their order; `found` may be the first."""
+def add_into(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """Writes the sum of tensors of one shape, added in float32 and in their order; `total` may be the first."""
     if len(parts) == 1:
-        found.copy_(parts[0])
+        total.copy_(parts[0])
         return
-    if planner.merge_into(parts, (), found, None):
+    if planner.merge_into(parts, (), total, None):
         return
-    total = parts[0].to(torch.float32, copy=True)
+    exact = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
-        total += part
-    found.copy_(total)
+        exact += part
+    total.copy_(exact)
 
 
 def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor], Any]]:

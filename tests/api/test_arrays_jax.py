@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, Quantised, attention, paged_attention, varlen_attention
+from tilewise.core.arrays import to_tensor
 from tilewise.core.options import Options
 from tilewise.testing.check import check_call
 from tilewise.validation import calls
-from tilewise.validation.arrays import to_tensor
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

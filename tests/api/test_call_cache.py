@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tilewise import Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise.core.signatures import NAMES
 from tilewise.dispatch import call_cache
-from tilewise.signatures import NAMES
 
 
 def draw(*shape, seed=0):

@@ -33,7 +33,7 @@ def test_bits_are_those_of_one_tensor(dtype, rows):
 def test_a_cpu_copies_nothing_and_others_say_that_they_do():
     q, k, v, shared = inputs()
     here = plan(q, k, v, k_shared=shared)
-    assert (here.backend, here.problem.copies, here.problem.shared) == ("cpu", (), 16)
+    assert (here.backend, here.problem.copies, here.problem.k_shared_dim) == ("cpu", (), 16)
     assert COPY in str(plan(q, k, v, k_shared=shared, device="sm_90"))
     narrow = [x.bfloat16() for x in (q, k, v, shared)]
     assert plan(*narrow[:3], k_shared=narrow[3], device="amx").problem.copies == (COPY,)

@@ -13,7 +13,7 @@ import torch
 from naive import assert_as_torch
 from tilewise import InvalidArgument, KVCache, Quantised, Unsupported, attention, plan
 from tilewise.core import storage
-from tilewise.core.kv_store import Format
+from tilewise.core.kv_store import RowFormat
 from tilewise.core.problem import WriteProblem
 from tilewise.core.storage import FLOATS, FORMATS, StorageFormat, as_bytes, parse, stored_as
 from tilewise.dispatch import planner
@@ -222,7 +222,7 @@ def test_a_cache_of_latent_rows(tmp_path):
 
 
 def test_a_cache_row_is_as_long_as_its_format_says():
-    assert [Format.of("dtype", name, 64, 128).bytes for name in (*FLOATS, *GROUPED)] == [
+    assert [RowFormat.of("dtype", name, 64, 128).bytes for name in (*FLOATS, *GROUPED)] == [
         512,
         256,
         256,

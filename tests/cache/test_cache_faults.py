@@ -336,7 +336,7 @@ def test_forged_headers(tmp_path, monkeypatch, name):
     path = tmp_path / "cache"
     a_cache().save(path)
     forged(path, path.read_bytes(), HOSTILE[name])
-    monkeypatch.setattr(formats.Format, "empty", lambda *_, **__: pytest.fail("memory was taken"))
+    monkeypatch.setattr(formats.RowFormat, "empty", lambda *_, **__: pytest.fail("memory was taken"))
     with pytest.raises(InvalidArgument, match="path: got"):
         KVCache.load(path)
 
@@ -365,7 +365,7 @@ def test_forged_pages(tmp_path, monkeypatch, name, value):
     path = tmp_path / "cache"
     some_pages().save(path)
     forged(path, path.read_bytes(), about_(name, value))
-    monkeypatch.setattr(formats.Format, "empty", lambda *_, **__: pytest.fail("memory was taken"))
+    monkeypatch.setattr(formats.RowFormat, "empty", lambda *_, **__: pytest.fail("memory was taken"))
     if name == "num_pages" and value > 0:  # as little as can be: of the machine's memory
         monkeypatch.setattr("tilewise.kv_cache.serialization.load._memory", lambda _: 1 << 30)
     with pytest.raises(InvalidArgument, match="path: got"):
@@ -401,7 +401,7 @@ def test_memory_that_cannot_be_had_is_said(tmp_path, monkeypatch):
     def none(*_, **__):
         raise RuntimeError("you tried to allocate")
 
-    monkeypatch.setattr(formats.Format, "empty", none)
+    monkeypatch.setattr(formats.RowFormat, "empty", none)
     with pytest.raises(InvalidArgument, match=r"path: got .*more than memory can be had for \(you tried"):
         KVCache.load(path)
 

@@ -7,7 +7,7 @@ import torch
 from naive import Row, assert_as_torch, assert_close
 from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache, Quantised, alibi_slopes, attention
 from tilewise.backends.torch.kv_write import Append as InTorch
-from tilewise.core.kv_store import Format
+from tilewise.core.kv_store import RowFormat
 from tilewise.kv_cache import hadamard
 
 TYPES = ["f32", "f16", "bf16", "fp8_e4m3", "int8", "int4", "codebook4"]
@@ -369,7 +369,7 @@ def test_rotation_helps_where_a_few_channels_are_large():
 def test_bytes_per_token(dtype, group, want):
     """The formula: bits of the type for each element, and 4 bytes for each group."""
     cache = KVCache(3, 5, 7, 128, dtype, group=group)
-    assert Format.of("dtype", dtype, group, 128).bytes == want
+    assert RowFormat.of("dtype", dtype, group, 128).bytes == want
     assert cache.bytes_per_token == 2 * 5 * want
     parts = [
         x for x in (cache.store.k.data, cache.store.k.scales, cache.store.v.data, cache.store.v.scales) if x is not None
@@ -408,7 +408,8 @@ def test_repr_and_default_dtype():
     narrow = repr(KVCache(1, 1, 1, 8, "int8", v_dtype="f16", value_dim=16, group=32, rotate=True))
     assert "head_dim=8, value_dim=16, dtype='int8', v_dtype='f16', group=32, rotate=True" in narrow
     for given, name in (("float16", "f16"), ("bfloat16", "bf16"), ("float32", "f32"), ("float8_e4m3fn", "fp8_e4m3")):
-        assert Format.of("dtype", given, 32, 8).name == Format.of("dtype", getattr(torch, given), 32, 8).name == name
+        found = [RowFormat.of("dtype", dtype, 32, 8).name for dtype in (given, getattr(torch, given))]
+        assert found == [name, name]
     before = torch.get_default_dtype()
     try:
         for default, name in ((torch.float16, "f16"), (torch.bfloat16, "bf16"), (torch.float64, "f32")):

@@ -12,8 +12,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot import Signature, tensors_of
 from assembler import Assembled, assembled, disassembled
-from tilewise.backends.gpu.block_lists import BlockLister
 from tilewise.backends.gpu.block_sparsity import list_blocks
+from tilewise.backends.gpu.block_sparsity_launch import BlockLister
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.gpu.varlen_order import rank_sequences

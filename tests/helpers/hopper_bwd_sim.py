@@ -15,6 +15,7 @@ from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, Tensor
 from hopper_sim import flat
 from tilewise.backends import reference as oracle
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.prepost import MOST_LSE
 from tilewise.core.plan import Plan
@@ -70,7 +71,7 @@ class Backward:
     def launcher_of(self, plan: Plan) -> Any:
         from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 
-        return NarrowLauncher(plan)
+        return NarrowLauncher(plan, nvidia(90))
 
     def entries(self) -> Any:
         """Batch row, head, first row, rows in it, and place of each query block."""
@@ -158,7 +159,7 @@ class Wide(Backward):
     def launcher_of(self, plan: Plan) -> Any:
         from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 
-        return WideLauncher(plan)
+        return WideLauncher(plan, nvidia(90))
 
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()

@@ -9,6 +9,7 @@ import mslsim
 from problem_space import problem_of
 from tilewise.backends.metal import device, launch
 from tilewise.core.storage import PLAIN
+from tilewise.dispatch import call_cache, planner
 
 why_not = mslsim.why_not()
 needs_simulator = pytest.mark.skipif(why_not is not None, reason=f"Metal kernels are not executed here: {why_not}")
@@ -22,14 +23,21 @@ def simulator(cores=10, change=lambda text: text, **options):
     def compile_shader(text):
         return mslsim.compile_shader(change(text), **options)
 
-    launch.workspace = lambda like, size: mslsim.unwritten(
-        new(like, size)
-    )  # reading it before it is written is a fault
+    before = device.stand_in
+    # Reading the workspace before it is written is a fault.
+    launch.workspace = lambda like, size: mslsim.unwritten(new(like, size))
+    device.stand_in = device.Device(compile_shader, cores, "cpu")
     try:
-        with device.stand_in(compile_shader, cores) as stand_in:
-            yield stand_in
+        forget_plans()
+        yield device.stand_in
     finally:
-        launch.workspace = new
+        launch.workspace, device.stand_in = new, before
+        forget_plans()
+
+
+def forget_plans():
+    planner.choose.cache_clear()
+    call_cache.forget()
 
 
 def problem(**changes):

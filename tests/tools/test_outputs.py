@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.core import outputs
+from tilewise.core import atomic_write
 from tilewise.errors import InvalidArgument
 from tilewise.tools import tune, verify
 from tilewise.tools.bench import cpu_suite, machine, svg
@@ -193,7 +193,7 @@ def test_a_file_is_written_whole_and_a_link_stays_a_link(tmp_path, monkeypatch):
     real, link = tmp_path / "real.txt", tmp_path / "link.txt"
     real.write_text("before")
     link.symlink_to(real)
-    outputs.write_whole(link, "after")
+    atomic_write.write_whole(link, "after")
     assert link.is_symlink()
     assert real.read_text() == "after"
 
@@ -202,21 +202,21 @@ def test_a_file_is_written_whole_and_a_link_stays_a_link(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", half)
     with pytest.raises(OSError, match="broken"):
-        outputs.write_whole(real, "lost")
+        atomic_write.write_whole(real, "lost")
     assert real.read_text() == "after"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.txt", "real.txt"], "a draft is left"
 
 
 def test_pipes_and_devices_are_written_to(tmp_path):
-    outputs.check_target("--json", Path("/dev/null"))
-    outputs.write_whole(Path("/dev/null"), "gone")
+    atomic_write.check_target("--json", Path("/dev/null"))
+    atomic_write.write_whole(Path("/dev/null"), "gone")
     assert not Path("/dev/null").is_file()
 
 
 def test_the_mode_is_what_the_umask_says(tmp_path):
     before = os.umask(0o027)
     try:
-        outputs.write_whole(tmp_path / "a", svg.picture({}, "t", ["n"]))
+        atomic_write.write_whole(tmp_path / "a", svg.picture({}, "t", ["n"]))
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

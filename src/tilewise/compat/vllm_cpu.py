@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core.kv_store import Format, Places, Store
+from ..core.kv_store import RowFormat, Store, WriteSlots
 from ..dispatch import call_cache, planner
 
 
@@ -16,17 +16,17 @@ class NewTokens:
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots, self.count = slots, len(slots)
         self.used: torch.Tensor | None = None  # bool [T], on a CPU, if some are padding
-        self._places: tuple[int, Places] | None = None
+        self._places: tuple[int, WriteSlots] | None = None
         if slots.is_cpu and len(slots) and slots.numpy().min() < 0:
             self.used = slots >= 0
             self.slots = slots[self.used]
 
-    def places(self, blocks: int) -> Places:
+    def places(self, blocks: int) -> WriteSlots:
         """For the caches' writer: each token is a sequence, and its slot a position in one sequence of all blocks."""
         if self._places is None or self._places[0] != blocks:
             T = len(self.slots)
             cu, table = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (T + 1, blocks))
-            self._places = blocks, Places(self.slots.int(), cu, T, True, table.expand(T, -1))
+            self._places = blocks, WriteSlots(self.slots.int(), cu, T, True, table.expand(T, -1))
         return self._places[1]
 
 
@@ -48,7 +48,7 @@ class Memory:
         else:
             k, v = kv_cache.transpose(1, 2).split(D, dim=-1)
         self.pages, self.addresses = (k, v), (k.data_ptr(), v.data_ptr())
-        fmt = Format.of("kv_cache", kv_cache.dtype, 64, D)
+        fmt = RowFormat.of("kv_cache", kv_cache.dtype, 64, D)
         keys, values = (Store(fmt, x.transpose(1, 2), None) for x in (k, v))
         self.writer: Any = planner.writer(keys, values, size)
 

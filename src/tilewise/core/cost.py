@@ -59,7 +59,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
         if scales is not None:
             width += scales.shape[-1] * scales.element_size()
         moved += keys * p.kv_heads * width
-    moved += keys * p.shared * p.k_dtype.itemsize
+    moved += keys * p.k_shared_dim * p.k_dtype.itemsize
     if p.mask is not None:
         moved += mask_cells * p.mask.dtype.itemsize
     return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles))

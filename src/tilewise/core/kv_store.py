@@ -13,10 +13,10 @@ from .storage import FORMATS, StorageFormat, as_bytes, as_group, short_name, sto
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class RowFormat:
     """The format of a row: `width` elements stored as `name`, with a scale for each `group` of them if it is quantised.
 
-    >>> Format.of("dtype", "int4", 32, 128).bytes
+    >>> RowFormat.of("dtype", "int4", 32, 128).bytes
     80
     """
 
@@ -25,7 +25,7 @@ class Format:
     group: int = 0
 
     @classmethod
-    def of(cls, argument: str, dtype: Any, group: Any, width: int) -> Format:
+    def of(cls, argument: str, dtype: Any, group: Any, width: int) -> RowFormat:
         """The format for a name or a torch dtype; None is torch's default dtype."""
         if dtype is None:
             dtype = torch.get_default_dtype()
@@ -77,7 +77,7 @@ class Format:
 class Store:
     """Rows in a format: `data` and, if quantised, `scales`, equal in all dims but the last."""
 
-    format: Format
+    format: RowFormat
     data: torch.Tensor
     scales: torch.Tensor | None
     inside: bool = False  # a view of the first columns of another store (V in K), written with it
@@ -87,7 +87,7 @@ class Store:
         scales = None if self.scales is None else change(self.scales)
         return Store(self.format, change(self.data), scales, self.inside)
 
-    def first(self, fmt: Format) -> Store:
+    def first(self, fmt: RowFormat) -> Store:
         """The first elements of each row, in the same memory: V of latent attention."""
         scales = None if self.scales is None else self.scales[..., : fmt.scales]
         return Store(fmt, self.data[..., : fmt.columns], scales, inside=True)
@@ -115,7 +115,7 @@ class Store:
 
 
 @dataclass(slots=True)
-class Places:
+class WriteSlots:
     """Where new tokens are stored: token i of sequence b goes to position `starts[b] + i`."""
 
     starts: torch.Tensor  # int32 [B]
@@ -127,4 +127,4 @@ class Places:
 
 
 # Stores new rows of K and V, [B or 1, Hkv, L or T, D] each
-Writer = Callable[[torch.Tensor, torch.Tensor, Places], None]
+Writer = Callable[[torch.Tensor, torch.Tensor, WriteSlots], None]

@@ -136,7 +136,7 @@ class Problem:
     tree: bool = False  # a mask [Lq, Lq] over the last Lq keys of each sequence
     positions: bool = False  # a tensor has the positions of the queries and those keys
     selection: Selection | None = None
-    shared: int = 0  # the last columns of K that are in `k_shared`, one head for all
+    k_shared_dim: int = 0  # the last columns of K, which are in `k_shared`, one head for all
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
     return_lse: bool = False
@@ -169,6 +169,16 @@ class Problem:
         return self.q_bias or self.k_bias
 
     @property
+    def selected_keys(self) -> int:
+        """Keys per query: all, or as many as its indices select."""
+        return self.kv_len if self.selection is None else self.selection.count * self.selection.block
+
+    @property
+    def sharing_queries(self) -> int:
+        """Queries of a sequence that may share a tile: all, or those that share their indices."""
+        return self.q_len if self.selection is None else min(self.q_len, self.selection.block)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no output element, no query, no key, or no index."""
         rows = self.total_q if self.packed_q else self.q_len
@@ -180,18 +190,18 @@ class Problem:
         """Whether sequences may have fewer keys than `kv_len`."""
         return self.rules.kv_lengths or self.form != "dense"
 
-    def whole(self) -> Problem:
+    def with_joined_keys(self) -> Problem:
         """The problem with `k_shared` joined to K, for a backend that reads keys from one tensor."""
         aligned = self.aligned and self.head_dim * self.k_dtype.itemsize % 16 == 0
         copies = (*self.copies, "k: k_shared beside each head's own columns")
-        return replace(self, shared=0, aligned=aligned, copies=copies)
+        return replace(self, k_shared_dim=0, aligned=aligned, copies=copies)
 
     def options(self) -> tuple[str, ...]:
         """The options that are set, in words: what a kernel is specialised on."""
         words = [
             f"gqa {self.group}" * (self.group > 1),
             "V in K" * self.v_in_k,
-            f"{self.shared} columns of k shared" * bool(self.shared),
+            f"{self.k_shared_dim} columns of k shared" * bool(self.k_shared_dim),
             *self.rules.words(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,

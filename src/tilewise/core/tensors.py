@@ -43,14 +43,19 @@ class Tensors:
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
     tile_map: TileMap | None = None
 
-    def whole(self) -> Tensors:
-        """The tensors with `k_shared` joined to K: see `Problem.whole`."""
+    def tables(self) -> list[torch.Tensor | None]:
+        """The fields in TABLES, in their order."""
+        return [getattr(self, name) for name in TABLES]
+
+    def with_joined_keys(self) -> Tensors:
+        """The tensors with `k_shared` joined to K: see `Problem.with_joined_keys`."""
         assert self.k_shared is not None
         return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
 
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")  # those that hold a tensor
 INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
+TABLES = FIELDS[FIELDS.index("kv_lengths") :]  # lengths, offsets and the block table: the last fields
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class BackwardTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefix:
     """Prefixes that sequences of a paged call share, as a paged call of its own: one sequence for each prefix.
 
     `q` has the call's queries, packed `[T, H, D]`, sorted by prefix.

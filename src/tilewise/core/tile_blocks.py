@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgument
-from ..validation.arrays import to_tensor
+from .arrays import to_tensor
 from .options import is_int, to_int
 
 FULL = 2  # as in `tile_map.py`, which imports this module

@@ -9,13 +9,13 @@ import torch
 from typing_extensions import Unpack
 
 from ..errors import InvalidArgument
-from ..signatures import shows
-from ..validation import keywords
-from ..validation.arrays import to_tensor
+from . import keywords
+from .arrays import to_tensor
 from .options import LIMIT, Options, RuleOptions, as_block, as_size, as_tile, is_int
+from .signatures import shows
 from .tile_blocks import best_of, indices_of, states_of
 from .tile_spans import span_tiles
-from .tile_spec import Spec, spec_of
+from .tile_spec import TileMapSpec, spec_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ class TileMap:
     tile: tuple[int, int]
     shape: tuple[int, int]
     mask_kind: str | None = None
-    spec: Spec | None = field(default=None, repr=False)
+    spec: TileMapSpec | None = field(default=None, repr=False)
     chosen: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class TileMap:
             )
         if self.mask_kind not in (None, "bool", "float"):
             raise InvalidArgument("mask_kind", repr(self.mask_kind), "None, 'bool' or 'float'")
-        if self.spec is not None and not isinstance(self.spec, Spec):
+        if self.spec is not None and not isinstance(self.spec, TileMapSpec):
             raise InvalidArgument("spec", type(self.spec).__name__, "None or what TileMap.from_spec makes")
         if self.states.is_cpu:
             self.check_states()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgument
-from ..validation.arrays import to_tensor
+from .arrays import to_tensor
 from .devices import as_device
 from .mask_rules import MaskRules, key_spans, place_rows
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, is_int, to_int
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TileMapSpec:
     """The position rules that a map was made from; a call that uses the map must ask for the same."""
 
     rules: MaskRules  # relative(): positions are below
@@ -26,7 +26,7 @@ class Spec:
 
 def spec_of(
     o: Options, Lq: int, Lk: int, device: torch.device | str | None
-) -> tuple[Spec, tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[TileMapSpec, tuple[torch.Tensor, torch.Tensor]]:
     """The rules of `TileMap.from_spec`, and the key spans `lo`, `hi` `[1 or B, Lq]` of its queries."""
     rules, given = as_rules(o), _given(o, Lq, Lk)
     q_offset, kv_lengths, *numbers = given.values()
@@ -46,7 +46,7 @@ def spec_of(
         steps = places = as_places(numbers, q_offset if isinstance(q_offset, int) else "end", Lq, Lk)
     positions = offset[:, None] + steps[2] * torch.arange(Lq, device=device)  # [1 or B, Lq]
     spans = key_spans(rules, positions.expand(batch, -1), lengths[:, None], steps[:2])
-    return Spec(rules, q_offset, kv_lengths, places), spans
+    return TileMapSpec(rules, q_offset, kv_lengths, places), spans
 
 
 def _given(o: Options, Lq: int, Lk: int) -> dict[str, Any]:

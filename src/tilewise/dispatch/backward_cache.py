@@ -34,9 +34,9 @@ class CachedBackward:
     incoming: list[Source]  # of dout and dlse
     gradients: list[tuple[str, torch.Size, tuple[int, ...], torch.dtype]]  # name, shape, dense strides, dtype
 
-    def __call__(self, given: dict[str, Any]) -> BackwardCall:
-        seen, coming = (
-            {name: given[name] if view is None else given[name].as_strided(*view) for name, view in views}
+    def __call__(self, arguments: dict[str, Any]) -> BackwardCall:
+        forward, incoming = (
+            {name: arguments[name] if view is None else arguments[name].as_strided(*view) for name, view in views}
             for views in (self.views, self.incoming)
         )
         device = self.plan.problem.device
@@ -44,26 +44,26 @@ class CachedBackward:
             f"d{name}": torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for name, shape, stride, dtype in self.gradients
         }
-        tensors = BackwardTensors(Tensors(**seen), **coming, **new)
+        tensors = BackwardTensors(Tensors(**forward), **incoming, **new)
         self.run(self.plan, tensors)
         self.count()
         return BackwardCall(self.plan.problem, tensors, self.layout)
 
 
-def key_of(given: dict[str, Any], grads: tuple[str, ...]) -> call_cache.Key | None:
-    """The cache key of a backward pass; `given` are its arguments and the options that were given."""
+def key_of(arguments: dict[str, Any], grads: tuple[str, ...]) -> call_cache.Key | None:
+    """The cache key of a backward pass; `arguments` include its options."""
     strict = torch.are_deterministic_algorithms_enabled()
-    args = given["q"], given["k"], given["v"]
-    rest = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
-    return call_cache.key_of("attention_backward", args, rest | {"grads": grads, "strict": strict})
+    args = arguments["q"], arguments["k"], arguments["v"]
+    options = {name: x for name, x in arguments.items() if name not in ("q", "k", "v")}
+    return call_cache.key_of("attention_backward", args, options | {"grads": grads, "strict": strict})
 
 
-def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: dict[str, Any]) -> None:
+def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, arguments: dict[str, Any]) -> None:
     """Puts a backward pass that has just run into the cache, unless validation copied, converted or read something."""
     p, b = call.problem, call.tensors
-    if key is None or p.is_empty or p.copies or b.forward.tile_map is not None or _reads_lengths(p, given):
+    if key is None or p.is_empty or p.copies or b.forward.tile_map is not None or _reads_lengths(p, arguments):
         return
-    views, incoming = _views(b.forward, FIELDS, given), _views(b, INCOMING, given)
+    views, incoming = _views(b.forward, FIELDS, arguments), _views(b, INCOMING, arguments)
     if views is None or incoming is None:
         return
     new = [(name, x.shape, x.stride(), x.dtype) for name, x in b.gradients().items()]
@@ -71,16 +71,16 @@ def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: 
     call_cache.keep(key, CachedBackward(plan, run, activity.counter(plan), call.layout, views, incoming, new))
 
 
-def _reads_lengths(p: Problem, given: dict[str, Any]) -> bool:
+def _reads_lengths(p: Problem, arguments: dict[str, Any]) -> bool:
     """Whether the plan is for the longest sequence that validation found in the offsets."""
-    return p.form == "varlen" and (given.get("max_q") is None or given.get("max_k") is None)
+    return p.form == "varlen" and (arguments.get("max_q") is None or arguments.get("max_k") is None)
 
 
-def _views(held: Tensors | BackwardTensors, names: tuple[str, ...], given: dict[str, Any]) -> list[Source] | None:
+def _views(fields: Tensors | BackwardTensors, names: tuple[str, ...], arguments: dict[str, Any]) -> list[Source] | None:
     """The fields that hold a tensor, each as a view of the argument of its name; None if one is not a view of it."""
     found: list[Source] = []
     for name in names:
-        x, source = getattr(held, name), given.get(name)
+        x, source = getattr(fields, name), arguments.get(name)
         if x is None:
             continue
         if not isinstance(source, torch.Tensor) or not call_cache.same_memory(x, source, name):

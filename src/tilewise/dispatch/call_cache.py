@@ -1,8 +1,8 @@
 """The call cache: a repeated call is launched without validation and planning.
 
-Those two take tens of microseconds, longer than a small decode call. The key (`key_of`) holds all that they may depend
-on: the options given, with their types, and shape, strides, dtype and device of every tensor. Values inside lengths and
-tables are not part of it: they are checked on every call, as far as `validate` asks for it.
+Those two take longer than a small decode call. The key (`key_of`) holds all that they may depend on: the options given,
+with their types, and shape, strides, dtype and device of every tensor. Values inside lengths and tables are not part of
+it: they are checked on every call, as far as `validate` asks for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, get_num_threads, is_grad_enabled
 from torch.autograd import forward_ad
 
 from ..core.plan import Plan
-from ..core.tensors import FIELDS, INPUTS, Tensors
+from ..core.signatures import UNSET
+from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
 from ..quantised import Quantised
-from ..signatures import UNSET
 from ..state import AttentionState
 from ..validation import values
 from ..validation.calls import Call
@@ -33,8 +33,12 @@ ARGUMENTS = {  # the fields of `Tensors` that an entry point's positional argume
     "attention": ("q", "k", "v"),
     "varlen_attention": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "paged_attention": ("q", "k", "v", "block_table", "kv_lengths"),
-    "pair": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `pairs.py`
+    "cascade": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `cascade.py`
 }
+KEY_INDICES = INPUTS.index("key_indices")
+LAST_TABLES = slice(-len(TABLES), None)  # where TABLES are in a list of inputs
+TENSOR_ENTRIES = 4  # of a tensor in a key: shape, whether it is contiguous or its strides, dtype, device
+V_CONTIGUOUS = 2 * TENSOR_ENTRIES + 1  # where V, after q and K, has the second of these
 SCALARS = frozenset({type(None), bool, int, float, str})
 
 _known: dict[Key | None, Any] = {}  # to a CachedCall or a CachedBackward; nothing is kept under None
@@ -51,7 +55,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     if forward_ad._current_level >= 0:
         return None
     key = [name, get_num_threads()]
-    given = [*args]
+    tensors = [*args]
     for option, x in options.items():
         if type(x) in SCALARS or isinstance(x, float):
             if x is not None or option not in UNSET.get(name, ()):
@@ -60,10 +64,10 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
             key += option, (*map(type, x), *x)
         else:
             key.append(option)
-            given.append(x)
+            tensors.append(x)
     grad, first, addresses = is_grad_enabled(), len(key), 0
     try:
-        for x in given:
+        for x in tensors:
             if type(x) is Tensor:
                 if grad and x.requires_grad:
                     return None
@@ -74,14 +78,14 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                     addresses |= x.data_ptr()
             elif type(x) is Quantised:
                 key += x.dtype, x.group
-                given += (x.data,) if x.scales is None else (x.data, x.scales)
+                tensors += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
         # Whether V is a view of K (`is_v_in_k`), which it cannot be if it is contiguous.
         k, v = args[1], args[2]
         if type(v) is Quantised:
             key.append(type(k) is Quantised and not v.data.is_contiguous() and _addresses(k) == _addresses(v))
-        elif key[first + 9] is not True and type(k) is Tensor:  # V's `is_contiguous`: each tensor has four entries
+        elif key[first + V_CONTIGUOUS] is not True and type(k) is Tensor:
             key.append(k.data_ptr() == v.data_ptr())
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
@@ -121,23 +125,23 @@ class CachedCall:
         if self.extents is not None:
             out = options["out"]
         else:
-            out = torch.empty_like(q) if self.out_like_q else q.new_empty(self.out_shape)  # 0.9 and 1.5 us
+            out = torch.empty_like(q) if self.out_like_q else q.new_empty(self.out_shape)  # the first is faster
         lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
         if self.sources is None:
             self.launch(*args, out, lse)
         else:
             flat = _split(args) if self.quantised else args
-            given: list[Any] = [
+            inputs: list[Any] = [
                 None if at is None else flat[at] if type(at) is int else options[at] for at in self.sources
             ]
             if self.validate is not False and not self.checks_tables:
-                values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
-                values.check_indices(self.problem, given[-6], self.validate)
+                values.check_tables(self.problem, inputs[1].shape[0], self.validate, *inputs[LAST_TABLES])
+                values.check_indices(self.problem, inputs[KEY_INDICES], self.validate)
             if self.extents is not None:
-                self.check_apart(out, given)
-            done = self.launch(*given[:3], out, lse, *given[3:], *more)
+                self.check_apart(out, inputs)
+            done = self.launch(*inputs[:3], out, lse, *inputs[3:], *more)
             if self.checks_tables and not done:
-                self.refuse_tables(given[1].shape[0], given)
+                self.refuse_tables(inputs[1].shape[0], inputs[LAST_TABLES])
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
@@ -150,19 +154,19 @@ class CachedCall:
             return None
         if not (self.checks_tables or self.validate is False):
             return None
-        rest = [None if at is None else args[at] if type(at) is int else options[at] for at in self.sources[3:]]
+        others = [None if at is None else args[at] if type(at) is int else options[at] for at in self.sources[3:]]
         launch, count, checks = self.launch, self.count, self.checks_tables
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-            if not launch(q, k, v, out, None, *rest) and checks:
-                self.refuse_tables(k.shape[0], rest)
+            if not launch(q, k, v, out, None, *others) and checks:
+                self.refuse_tables(k.shape[0], others[LAST_TABLES])
             count()
 
         return call
 
-    def refuse_tables(self, pages: int, inputs: list[Any]) -> None:
+    def refuse_tables(self, pages: int, tables: list[Any]) -> None:
         """Raises the error of a table in which the kernel found a wrong entry."""
-        values.check_tables(self.problem, pages, True, *inputs[-5:])
+        values.check_tables(self.problem, pages, True, *tables)
         raise RuntimeError("a kernel refused lengths, offsets or a block table that pass the checks")
 
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
@@ -197,7 +201,7 @@ def remember(
 ) -> None:
     """Puts a call that has just run into the cache, unless validation copied, converted or read something for it.
 
-    `run` replaces that of the plan's backend (`pairs.py`).
+    `run` replaces that of the plan's backend (`cascade.py`).
     """
     t, validate = call.tensors, options.get("validate")
     if key is None or call.problem.is_empty or _depends_on_values(call, options):
@@ -207,13 +211,11 @@ def remember(
         return
     launch = None
     if run is None:
-        backend = planner.load(plan.backend)
-        run = backend.run
-        launch = backend.bind(plan, t) if hasattr(backend, "bind") else None
+        run, bind = planner.load(plan.backend).run, planner.optional(plan.backend, "bind")
+        launch = None if bind is None else bind(plan, t)
     if launch is None:
         launch = _through_run(run, plan, t, {**given, "out": call.out, "lse": call.lse})
-    tables = (t.key_indices, t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
-    if not any(x is not None and values.readable(x, validate) for x in tables):
+    if not any(x is not None and values.readable(x, validate) for x in (t.key_indices, *t.tables())):
         validate = False
     places = [sources.get(name) for name in INPUTS]
     while validate is False and places[-1] is None and not getattr(launch, "checks_tables", False):
@@ -285,12 +287,12 @@ def keep(key: Key, cached: Any) -> None:
 
 def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[str, Any]) -> Launcher:
     """A launch by the backend's `run`, for calls that it cannot `bind`: other tensors get the views of those in `t`."""
-    held = [getattr(t, name) for name in FIELDS]
-    views = [None if x is None else view_of(x, given[name]) for name, x in zip(FIELDS, held, strict=True)]
+    fields = {name: getattr(t, name) for name in FIELDS}
+    views = [None if x is None else view_of(x, given[name]) for name, x in fields.items()]
 
     def launch(*tensors: Any) -> None:
-        seen = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
-        run(plan, Tensors(*seen), *tensors[len(views) :])
+        viewed = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
+        run(plan, Tensors(*viewed), *tensors[len(views) :])
 
     return launch
 

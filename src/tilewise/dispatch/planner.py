@@ -1,5 +1,22 @@
 """Chooses the backend of a call or backward pass: the first in `BACKENDS` that supports it. Plans are cached by
 `Problem`.
+
+A backend is a module of `tilewise.backends` with the functions of `Backend`. It may have these too (`optional`):
+
+- `declines(problem)`: why a later backend is the better choice for a problem that this one supports, or None.
+- `bind(plan, tensors)`: a function that runs the same call on other tensors, for `call_cache.py`, or None. They differ
+  in their addresses only and come in the order of the fields of `Tensors`: None for those that the call does not have,
+  and none after `lse` if there are no more.
+- `takes_shared(problem)`: whether it reads `k_shared` beside K. Else both are joined first.
+- `run_cascade(shared_plan, plan, tensors, shared)`: cascade attention in one launch, for `cascade.py`.
+- `cascade_gain(problem, rows, tokens)`: the seconds that a cascade saves.
+- `merge_into(outs, lses, out, lse)`: merges partial results in one pass.
+- `compile_loop(loop)`: compiles a plain loop over NumPy arrays.
+- `serves(device)`: None, or why it cannot run on a device. Needed with any of the last four.
+- `machines()`: other machines that it can plan for: `core/machines.py`.
+- `supports_write(problem)` and `writer(k, v, wrap)`: stores new rows of K and V in caches.
+- `supports_backward`, `plan_backward` and `run_backward`: a backward pass, as in `Backward`; with them perhaps
+  `declines_backward(problem)`.
 """
 
 from __future__ import annotations
@@ -35,25 +52,7 @@ class Backend(Protocol):
         """How it would serve a problem that it supports."""
 
     def run(self, plan: Plan, tensors: Tensors) -> None:
-        """Writes every row of `tensors.out` and, if it is there, of `tensors.lse`.
-
-        Optional functions of a backend:
-
-        - `declines(problem)`: why a later backend is the better choice for a problem that this one supports, or None.
-        - `bind(plan, tensors)`: a function that runs the same call on other tensors, for `call_cache.py`, or None. They
-          differ in their addresses only and come in the order of the fields of `Tensors`: None for those that the call
-          does not have, and none after `lse` if there are no more.
-        - `takes_shared(problem)`: whether it reads `k_shared` beside K. Else both are joined first.
-        - `run_pair(shared_plan, plan, tensors, shared)`: cascade attention in one launch, for `pairs.py`.
-        - `cascade_gain(problem, rows, tokens)`: the seconds that a cascade saves.
-        - `merge_into(outs, lses, out, lse)`: merges partial results in one pass.
-        - `compile_loop(loop)`: compiles a plain loop over NumPy arrays.
-        - `serves(device)`: None, or why it cannot run on a device. Needed with any of the last four.
-        - `machines()`: other machines that it can plan for: `core/machines.py`.
-        - `supports_write(problem)` and `writer(k, v, wrap)`: stores new rows of K and V in caches.
-        - `supports_backward`, `plan_backward` and `run_backward`: a backward pass, as in `Backward`; with them perhaps
-          `declines_backward(problem)`.
-        """
+        """Writes every row of `tensors.out` and, if it is there, of `tensors.lse`."""
 
 
 class Backward(Protocol):
@@ -79,6 +78,11 @@ def load_backward(name: str) -> Backward:
     return cast(Backward, load(name))
 
 
+def optional(name: str, function: str) -> Callable[..., Any] | None:
+    """An optional function of a backend, None if it does not have it. They are listed above."""
+    return getattr(load(name), function, None)
+
+
 def check_name(backend: Any) -> None:
     """Refuses a name that no backend has. Also an unhashable value, which the cache of `choose` could not take."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
@@ -101,10 +105,9 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     given = problem
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
-        backend_module = load(name)
         problem = _as_taken(name, given)
         reason = supports(name, problem)
-        declines = getattr(backend_module, "declines_backward" if problem.grads else "declines", None)
+        declines = optional(name, "declines_backward" if problem.grads else "declines")
         if reason is None and declines is not None and not problem.is_empty:
             reason = declines(problem)
         if reason is None:
@@ -119,8 +122,8 @@ def machines() -> dict[str, Machine]:
     """Machines by name that calls can be planned for without having them."""
     found: dict[str, Machine] = {}
     for name in BACKENDS:
-        module: Any = load(name)
-        found |= module.machines() if hasattr(module, "machines") else {}
+        if (known := optional(name, "machines")) is not None:
+            found |= known()
     return found
 
 
@@ -147,8 +150,8 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     tensors = [x for x in (k.data, k.scales, v.data, v.scales) if x is not None]
     key = (k.format, v.format, v.inside, wrap, *((x.data_ptr(), x.device, x.shape, x.stride()) for x in tensors))
     if (known := _writers.get(key)) is None:
-        module: Any = load(choose_writer(WriteProblem(k.data.device, k.format.storage, v.format.storage)))
-        known = _writers[key] = module.writer(k, v, wrap)
+        name = choose_writer(WriteProblem(k.data.device, k.format.storage, v.format.storage))
+        known = _writers[key] = cast(Any, load(name)).writer(k, v, wrap)
     return cast(Writer, known)
 
 
@@ -156,61 +159,60 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
 def choose_writer(problem: WriteProblem) -> str:
     """The best backend that can store the rows of a cache."""
     for name in BACKENDS:
-        module: Any = load(name)
-        if hasattr(module, "writer") and module.supports_write(problem) is None:
+        supports_write = optional(name, "supports_write")
+        if supports_write is not None and supports_write(problem) is None:
             return name
     raise Unsupported("any", f"no backend writes on {problem.device}", "keep the cache on the CPU")
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
     """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`; 0 if unknown."""
-    name = _first_with("cascade_gain", problem.device)
-    return 0.0 if name is None else cast(Any, load(name)).cascade_gain(problem, rows, tokens)
+    gain = _first_with("cascade_gain", problem.device)
+    return 0.0 if gain is None else gain(problem, rows, tokens)
 
 
 def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
     """Merges partial results on a GPU in one pass or, without `lse`, sums them; False if no backend can."""
-    name = None if out.is_cpu else _first_with("merge_into", out.device)
-    return name is not None and cast(Any, load(name)).merge_into(outs, lses, out, lse)
+    merge = None if out.is_cpu else _first_with("merge_into", out.device)
+    return merge is not None and merge(outs, lses, out, lse)
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A plain loop over NumPy arrays, compiled if a backend can; else the (slow) loop itself."""
-    name = _first_with("compile_loop", torch.device("cpu"))
-    return loop if name is None else cast(Any, load(name)).compile_loop(loop)
+    compiled = _first_with("compile_loop", torch.device("cpu"))
+    return loop if compiled is None else compiled(loop)
 
 
-def runs_pairs(device: torch.device) -> bool:
-    """Whether a backend can run two calls over the same queries in one launch."""
-    return _first_with("run_pair", device) is not None
+def runs_cascades(device: torch.device) -> bool:
+    """Whether a backend can run a cascade in one launch."""
+    return _first_with("run_cascade", device) is not None
 
 
 @cache
-def _first_with(function: str, device: torch.device) -> str | None:
-    """The best backend for a device that has an optional function."""
+def _first_with(function: str, device: torch.device) -> Callable[..., Any] | None:
+    """An optional function of the best backend for a device that has it."""
     for name in BACKENDS:
-        module: Any = load(name)
-        if hasattr(module, function) and module.serves(device) is None:
-            return name
+        found = optional(name, function)
+        if found is not None and cast(Any, load(name)).serves(device) is None:
+            return found
     return None
 
 
 def _as_taken(name: str, problem: Problem) -> Problem:
     """The problem as a backend takes it: with `k_shared` joined to K unless it reads both."""
-    if not problem.shared:
+    if not problem.k_shared_dim:
         return problem
-    takes = getattr(load(name), "takes_shared", None)
-    return problem if takes is not None and takes(problem) else problem.whole()
+    takes = optional(name, "takes_shared")
+    return problem if takes is not None and takes(problem) else problem.with_joined_keys()
 
 
 def supports(name: str, problem: Problem) -> str | None:
     """None if the backend can serve the problem, forward or backward, else why not."""
-    module: Any = load(name)
     if not problem.grads:
-        return module.supports(problem)
-    if hasattr(module, "supports_backward"):
-        return module.supports_backward(problem)
-    reason = module.supports(problem)
+        return load(name).supports(problem)
+    if optional(name, "supports_backward") is not None:
+        return load_backward(name).supports_backward(problem)
+    reason = load(name).supports(problem)
     return reason if isinstance(reason, OtherDevice) else "no backward pass"
 
 
@@ -218,5 +220,4 @@ def _plan(name: str, problem: Problem) -> Plan:
     """The backend's plan. A problem with nothing to compute is never launched, so the backend is not asked."""
     if problem.is_empty:
         return Plan(problem, name, "nothing to compute", tile=(64, 64))
-    module: Any = load(name)
-    return module.plan_backward(problem) if problem.grads else module.plan(problem)
+    return load_backward(name).plan_backward(problem) if problem.grads else load(name).plan(problem)

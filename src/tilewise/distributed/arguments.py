@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..core import keywords
 from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
 from ..errors import InvalidArgument
-from ..validation import keywords
 from .function import EXTRAS
 from .layout import (
     ORDERS,

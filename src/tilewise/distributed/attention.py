@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import with_memory
 from ..core.eager import eager_function
 from ..errors import InvalidArgument
 from ..state import AttentionState
-from ..validation.arrays import with_memory
 from .arguments import KNOWN, lengths_of, prepare
 from .exchange import Heads, ToHeads, ToTokens, connect
 from .faults import agree, is_known

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..api import paged_attention
+from ..core import keywords
 from ..core.eager import eager
 from ..core.mask_rules import NO_RULES, near
 from ..core.options import Options, as_rules, is_int
@@ -21,7 +22,6 @@ from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..kv_cache.checks import sequence_ids
 from ..state import AttentionState, merge
-from ..validation import keywords
 from .exchange import all_to_all
 from .faults import agree, is_known, report_lost_ranks
 from .layout import Ranks, ranks_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import returner, to_tensor, to_write
 from ..errors import InvalidArgument
 from ..state import AttentionState
-from ..validation.arrays import returner, to_tensor, to_write
 from . import hadamard
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..api import paged_attention
 from ..core.eager import eager
-from ..core.kv_store import Places
+from ..core.kv_store import WriteSlots
 from ..core.problem import CascadeProblem
 from ..dispatch import planner
 from ..errors import InvalidArgument
@@ -77,12 +77,12 @@ class Batch:
         self.put(*checks.new_rows(cache, k, v, self.counts), layer)
 
     def put(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
-        """`write` of checked rows, in the form that `Places` describes."""
+        """`write` of checked rows, in the form that `WriteSlots` describes."""
         cache = self.cache
         if cache.rotate:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
         if self.tokens:
-            places = Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table)
+            places = WriteSlots(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table)
             cache.store.writer(layer)(k, v, places)
         with cache.store.lock:
             sequences = cache.store.sequences

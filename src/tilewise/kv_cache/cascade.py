@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..api import paged_attention
+from ..core.arrays import returner, to_tensor
 from ..core.mask_rules import MaskRules
 from ..core.options import PLACES
-from ..core.tensors import Shared
-from ..dispatch import pairs
+from ..core.tensors import SharedPrefix
+from ..dispatch import cascade
 from ..state import AttentionState, merge
-from ..validation.arrays import returner, to_tensor
 from .attend_call import copy_to_out
 from .block_loops import compiled, merge_rows
 from .upload import upload
@@ -182,11 +182,11 @@ def run(
     packed = q.ndim == 3
     rows = q if packed else (q if seq_major == "blhd" else q.transpose(1, 2)).flatten(0, 1)  # [T, H, D]
     ordered = rows if split.order is None else rows[split.order]
-    shared = Shared(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
+    shared = SharedPrefix(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
     tables = (split.rest_of(block_table), context_lens - split.prefix_tokens, cu_seqlens)
-    state = pairs.attend(rows, *operands, shared, tables, longest, options)
+    state = cascade.attend(rows, *operands, shared, tables, longest, options)
     if state is None:
-        head = _call(ordered, operands, shared.tables, shared.max_q, options | pairs.NOT_SHARED)
+        head = _call(ordered, operands, shared.tables, shared.max_q, options | cascade.NOT_SHARED)
         if split.back is not None:
             head = AttentionState(head.out[split.back], head.lse[split.back])
         state = _merged(_call(rows, operands, tables, longest, options), head)

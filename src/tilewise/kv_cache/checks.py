@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..core.kv_store import Format
+from ..core.arrays import with_memory
+from ..core.kv_store import RowFormat
 from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
-from ..validation.arrays import with_memory
 from .integers import integer
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST = 2**31 - 1  # tokens of a sequence and of a call: kernels count in int32
 
 
-def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packed: bool) -> torch.Tensor:
+def rows(name: str, x: Any, heads: int, fmt: RowFormat, device: torch.device, packed: bool) -> torch.Tensor:
     """New keys or values as `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` if they are packed."""
     x = with_memory(name, x)
     form = "[T, Hkv, D]" if packed else "[B, Hkv, L, D]"

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from ..api import attention
+from ..core.arrays import returner, to_tensor
 from ..core.devices import as_device
 from ..core.eager import eager
-from ..core.kv_store import Places
+from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
-from ..validation.arrays import returner, to_tensor
 from . import checks, copies, hadamard, ring
 from .attend_call import attend, copy_to_out, is_seq_major, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
@@ -148,7 +148,7 @@ class KVCache:
         np.cumsum(new, out=cu[1:])
         if tokens := int(cu[-1]):
             starts, cu_on_device = upload(self.device, self.store.length, cu)
-            self.store.write(k, v, Places(starts, cu_on_device, tokens, packed=False))
+            self.store.write(k, v, WriteSlots(starts, cu_on_device, tokens, packed=False))
         self.store.set(length, np.maximum(self.store.first, length - self.capacity) if self.ring else self.store.first)
 
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:

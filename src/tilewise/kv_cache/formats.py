@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..core.kv_store import Format, Store
+from ..core.kv_store import RowFormat, Store
 from ..core.problem import MAX_HEAD_DIM
 from ..core.storage import short_name
 from ..errors import InvalidArgument
@@ -86,13 +86,13 @@ def head_width(argument: str, value: Any) -> int:
 
 def formats_of(
     head_dim: Any, value_dim: Any, dtype: Any, v_dtype: Any, group: Any, latent: Any = None
-) -> tuple[Format, Format]:
+) -> tuple[RowFormat, RowFormat]:
     """The formats of K and V, from the arguments that both caches share."""
     width = head_width("head_dim", head_dim)
     value_width = width if value_dim is None else head_width("value_dim", value_dim)
-    k = Format.of("dtype", dtype, group, width)
+    k = RowFormat.of("dtype", dtype, group, width)
     if latent is not None:
-        v = Format.of("dtype", dtype, group, size("latent", latent, 1, width - 1))
+        v = RowFormat.of("dtype", dtype, group, size("latent", latent, 1, width - 1))
         if k.storage.packing > 1:
             given, wanted = f"{k.name!r} with latent", "one whose first elements are its first bytes"
             raise InvalidArgument("dtype", given, wanted, "use 'int8'")
@@ -100,4 +100,4 @@ def formats_of(
             if given is not None and short_name(given) != own:
                 raise InvalidArgument(name, f"{given!r} with latent", f"None or {own!r}: values are in the keys")
         return k, v
-    return k, Format.of("v_dtype", dtype if v_dtype is None else v_dtype, group, value_width)
+    return k, RowFormat.of("v_dtype", dtype if v_dtype is None else v_dtype, group, value_width)

@@ -15,7 +15,7 @@ import torch
 from .. import ops
 from ..api import paged_attention
 from ..core.eager import eager_function
-from ..core.kv_store import Places
+from ..core.kv_store import WriteSlots
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 from . import checks, hadamard
@@ -124,7 +124,7 @@ class StaticBatch:
             ops.write_pages(k, v, cache.store.k, cache.store.v, layer, packed, *tables)
             return
         self._check()
-        places = Places(*tables[:2], self.batch * self.count, packed, self.block_table, padded=True)
+        places = WriteSlots(*tables[:2], self.batch * self.count, packed, self.block_table, padded=True)
         self._writers[layer](k, v, places)
 
     def attend(self, q: Any, layer: int = 0, *, causal: bool = True, **options: Any) -> Any:

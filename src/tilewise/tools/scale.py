@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.outputs import write_whole
+from ..core.atomic_write import write_whole
 from ..distributed.plan import DistributedPlan, Machine, plan
 from .bench.plot import png
 from .bench.report import aligned, write_json

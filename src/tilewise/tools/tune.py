@@ -17,8 +17,8 @@ import torch
 from ..backends.gpu.target import target_of
 from ..backends.triton import config, tuned
 from ..backends.triton.spec import Config
+from ..core.atomic_write import check_target
 from ..core.options import Options
-from ..core.outputs import check_target
 from ..core.plan import Plan
 from ..validation import calls
 from ..validation.calls import Call

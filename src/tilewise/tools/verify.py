@@ -22,7 +22,7 @@ import torch
 
 from .. import __version__
 from ..api import attention
-from ..core.outputs import check_target, write_or_rescue
+from ..core.atomic_write import check_target, write_or_rescue
 from ..dispatch import planner
 from ..errors import Unsupported
 from ..state import AttentionState

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import to_tensor, to_write
 from ..core.options import LIMIT, is_int, to_int
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
 from ..core.storage import PLAIN, StorageFormat
 from ..core.tensors import INPUTS, Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
-from .arrays import to_tensor, to_write
 from .memory import overlap, overlaps_itself
 from .values import as_int32
 

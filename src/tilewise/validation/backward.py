@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import to_tensor
 from ..core.options import Options
 from ..core.problem import GRADS, Problem
 from ..core.tensors import BackwardTensors
 from ..errors import InvalidArgument
-from .arrays import to_tensor
 from .calls import Call
 from .memory import is_aligned
 

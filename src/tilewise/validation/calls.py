@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import to_tensor
 from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
@@ -34,7 +35,6 @@ from ..errors import InvalidArgument
 from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
-from .arrays import to_tensor
 from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
 
@@ -118,22 +118,12 @@ def _checked(
 ) -> Call:
     """The checks that all entry points share, and the `Problem`. `t` has q, k, v and tables; the rest is added here."""
     _check_keys(c, form, ck, cv, t, o, q_len, kv_len)
-    o.q_offset = to_int(o.q_offset)
-    if o.q_offset is not None and not is_int(o.q_offset):
-        if isinstance(o.q_offset, (bool, float, str)):
-            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
-        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
-    places: list[Any] = [c.place(name, getattr(o, name), batch) for name in PLACES]
+    places = _positions_of_rows(c, t, o, batch)
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
-    out = c.output(o.out, cv.width, t)
-    return_lse = as_flag("return_lse", o.return_lse)
+    out, lse = _outputs(c, t, o, cv.width)
     as_flag("deterministic", o.deterministic)  # used by the backward pass; a wrong value is refused here already
-    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
-    t.out = c.common(out)
-    if lse is not None:
-        t.lse = c.common(lse[..., None])[..., 0]
     offset = _offset(form, t, o, q_len, kv_len)
     rows: Places = "rows"
     if all(is_int(x) for x in places):
@@ -171,10 +161,10 @@ def _checked(
         tree=t.tree_mask is not None,
         positions=t.positions is not None,
         selection=selection,
-        shared=shared,
+        k_shared_dim=shared,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
-        return_lse=return_lse,
+        return_lse=lse is not None,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
         v_in_k=alike and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
@@ -205,6 +195,27 @@ def _check_keys(
     as_size(f"the length of {names[0]}", kv_len)
     if not (o.validate is None or isinstance(o.validate, bool)):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
+
+
+def _positions_of_rows(c: Checker, t: Tensors, o: Options, batch: int) -> list[Any]:
+    """Sets `t.q_offset` if the option is a tensor. Returns k_start, k_stride and q_stride, ints or tensors `[B]`."""
+    o.q_offset = to_int(o.q_offset)
+    if o.q_offset is not None and not is_int(o.q_offset):
+        if isinstance(o.q_offset, (bool, float, str)):
+            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
+        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
+    return [c.place(name, getattr(o, name), batch) for name in PLACES]
+
+
+def _outputs(c: Checker, t: Tensors, o: Options, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`out` and `lse` in the caller's layout, new or given. Sets `t.out` and `t.lse` to views of them."""
+    out = c.output(o.out, width, t)
+    t.out = c.common(out)
+    if not as_flag("return_lse", o.return_lse):
+        return out, None
+    lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    t.lse = c.common(lse[..., None])[..., 0]
+    return out, lse
 
 
 def _score_tensors(
@@ -247,8 +258,7 @@ def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -
     """Checks the values inside tables, indices and a tile map, as `validate` asks; tables become int32."""
     if any(isinstance(x, torch.Tensor) and values.readable(x, o.validate) for x in places):
         values.check_places(problem, places, t.q_offset, o.validate)
-    tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
-    values.check_tables(problem, t.k.shape[0 if problem.form == "paged" else 2], o.validate, *tables)
+    values.check_tables(problem, t.k.shape[0 if problem.form == "paged" else 2], o.validate, *t.tables())
     ranges: dict[str, tuple[int, ...]] = {"q_offset": (-LIMIT, LIMIT), "block_table": ()}
     ranges |= {"kv_lengths": (0, problem.kv_len), "cu_seqlens_q": (0, t.q.shape[2]), "cu_seqlens_k": (0, t.k.shape[2])}
     for name, ends in ranges.items():

@@ -9,7 +9,7 @@ import torch
 from ..core.problem import Problem
 from ..core.tensors import Tensors, sequences
 from ..core.tile_map import TileMap
-from ..core.tile_spec import Spec
+from ..core.tile_spec import TileMapSpec
 from ..errors import InvalidArgument
 from .values import readable
 
@@ -51,7 +51,7 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
         _check_spec(tile_map.spec, p, tensors, validate)
 
 
-def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
+def _check_spec(spec: TileMapSpec, p: Problem, tensors: Tensors, validate: Any) -> None:
     """Refuses a map made from other position rules, offsets or lengths than the call's."""
     if p.positions:
         raise InvalidArgument("tile_map", "a map of position rules beside positions", "a map of the mask alone")

@@ -11,7 +11,8 @@ if sys.platform != "linux":
 
 from aot import SHARED
 from hopper_aot import build
-from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.gpu.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.launch import LISTING
@@ -25,6 +26,8 @@ from tilewise.core.storage import stored_as
 from tilewise.core.tensors import BackwardTensors, Tensors
 from uniform_registers import stale
 
+H200 = nvidia(90)
+
 
 def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, dtype="bf16", **rules):
     stored = stored_as(dtype)
@@ -36,8 +39,8 @@ def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, dtype="bf16", **rules
     )  # fmt: skip
 
 
-def given(p):
-    """A call's launches and their arguments, without memory."""
+def tensors_of(p):
+    """A call's tensors, without memory."""
     B, L = (1, p.total_q) if p.packed_q else (p.batch, p.q_len)
 
     def heads(h):
@@ -59,8 +62,13 @@ def given(p):
         f.mask = torch.empty(own, dtype=p.mask.dtype, device="meta").expand(sizes)
         dtype = torch.float32 if any(p.mask.broadcast) else p.mask.dtype
         dmask = torch.empty(own, dtype=dtype, device="meta") if "mask" in p.grads else None
-    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)))
-    tensors = launcher.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask))
+    return BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask)
+
+
+def given(p):
+    """A call's launches and their arguments."""
+    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), H200)
+    tensors = launcher.tensors(tensors_of(p))
     return launcher, launcher.arguments(tensors) | launcher.descriptors(tensors) | launcher.partials(tensors)
 
 
@@ -81,7 +89,7 @@ PROBLEMS = [
 @pytest.mark.parametrize(
     "p",
     [pytest.param(p, marks=[pytest.mark.slow] * (n not in (1, 2))) for n, p in enumerate(PROBLEMS)],
-    ids=lambda p: config.spec_of(p).dtype + "-" + "-".join([f"D{p.head_dim}", *p.options()]).replace(" ", ""),
+    ids=lambda p: config.spec_of(p, H200).dtype + "-" + "-".join([f"D{p.head_dim}", *p.options()]).replace(" ", ""),
 )
 def test_kernels_fit_and_keep_their_products_in_flight(p):
     _, arguments = given(p)
@@ -104,7 +112,7 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
             assert sum("LDL" in x for x in loop) <= 12
 
 
-HIDING = [p for p in PROBLEMS if config.spec_of(p).guarded]
+HIDING = [p for p in PROBLEMS if config.spec_of(p, H200).guarded]
 
 
 @pytest.mark.parametrize("p", [pytest.param(p, marks=[pytest.mark.slow] * (n > 0)) for n, p in enumerate(HIDING)])
@@ -146,29 +154,30 @@ def test_planes_at_once_are_planes_that_there_are():
         for B, H, Hkv, L in ((1, 1, 1, 1), (16, 32, 32, 1024), (1, 32, 8, 16384), (2, 8, 1, 131072)):
             for rules in ({}, {"causal": True}, {"causal": True, "window": (0, None)}):
                 p = problem(D, B, H, Hkv, L, **rules)
-                assert 1 <= config.planes_at_once(p, config.spec_of(p)) <= B * Hkv
+                assert 1 <= config.planes_at_once(p, config.spec_of(p, H200), H200) <= B * Hkv
 
 
 def test_key_blocks_are_split_where_they_do_not_fill_the_gpu():
+    most = config.MOST_SPLITS_PER_SM * H200.processors
     for D in (40, 64, 128):
         for B, H, Hkv, L in ((1, 1, 1, 1), (1, 32, 8, 1024), (1, 16, 2, 4096), (1, 8, 8, 512), (4, 32, 8, 4096)):
             for rules in ({}, {"causal": True}, {"causal": True, "window": (50, None)}, {"kv_lengths": True}):
                 p = problem(D, B, H, Hkv, L, q_offset=0, **rules)
-                splits, s = config.splits_of(p), config.spec_of(p)
+                splits, s = config.splits_of(p, H200), config.spec_of(p, H200)
                 assert 1 <= splits <= -(-L // s.BM)
                 assert s.split == (splits > 1)
-                assert splits == 1 or splits * config.programs_of(p) <= config.MOST_SPLIT_PROGRAMS
-                assert config.time_of(p, splits) <= config.time_of(p, 1)
+                assert splits == 1 or splits * config.programs_of(p) <= most
+                assert config.time_of(p, splits, H200) <= config.time_of(p, 1, H200)
                 none = replace(s, split=False)
-                more = config.workspace_bytes(p, s) - config.workspace_bytes(p, none)
-                assert more <= config.MOST_SPLIT_PROGRAMS * config.BN * s.D * 8
-                if config.programs_of(p) > config.MOST_SPLIT_PROGRAMS:
+                more = config.workspace_bytes(p, s, H200) - config.workspace_bytes(p, none, H200)
+                assert more <= most * config.BN * s.D * 8
+                if config.programs_of(p) > most:
                     assert splits == 1
     few = problem(B=1, H=32, Hkv=8, L=1024, q_offset=0)
-    assert config.programs_of(few) <= config.PROCESSORS // 2 < config.programs_of(few) * config.splits_of(few)
+    assert config.programs_of(few) <= H200.processors // 2 < config.programs_of(few) * config.splits_of(few, H200)
     for other in ({"packed_q": True, "total_q": 1024}, {"softcap": 30.0}, {"q_dtype": torch.float16}, {"kv_len": 1000}):
-        assert config.splits_of(replace(few, **other)) == 1
-    assert config.splits_of(problem(B=1, H=32, Hkv=8, L=1024, q_offset=0, window=(100, None))) == 1
+        assert config.splits_of(replace(few, **other), H200) == 1
+    assert config.splits_of(problem(B=1, H=32, Hkv=8, L=1024, q_offset=0, window=(100, None)), H200) == 1
 
 
 def test_forms_are_those_that_were_fastest():
@@ -187,12 +196,12 @@ def test_forms_are_those_that_were_fastest():
         ((False, False), 128, {"B": 1, "Hkv": 16, "L": 16384, "causal": True}),
         ((False, False), 128, {"B": 16, "Hkv": 4, "L": 1024, "causal": True}),
     ):
-        s = config.spec_of(problem(D, **more))
+        s = config.spec_of(problem(D, **more), H200)
         assert (s.converts, s.direct) == want, (D, more)
         assert not s.near_tanh
     capped = replace(problem(128, causal=True), softcap=50.0)
-    assert config.spec_of(capped).near_tanh
-    assert not config.spec_of(replace(capped, softcap=1e6)).near_tanh
+    assert config.spec_of(capped, H200).near_tanh
+    assert not config.spec_of(replace(capped, softcap=1e6), H200).near_tanh
 
 
 @pytest.mark.parametrize("rules", [{"causal": True}, {"window": (70, None)}, {"window": (300, 20)}, {"window": (0, 0)}])
@@ -229,8 +238,8 @@ def test_programs_are_persistent_where_few_rows_see_a_key_block():
 
 
 def test_edges_hide_what_a_block_may_have():
-    assert (config.spec_of(problem()).right_edges, config.spec_of(problem()).left_edges) == (0, 0)
-    s = config.spec_of(problem(causal=True, window=(1023, None)))
+    assert (config.spec_of(problem(), H200).right_edges, config.spec_of(problem(), H200).left_edges) == (0, 0)
+    s = config.spec_of(problem(causal=True, window=(1023, None)), H200)
     assert (s.right_edges, s.left_edges) == (config.RIGHT, config.LEFT)
     both = config.RIGHT + config.LEFT
     for p in (
@@ -238,4 +247,22 @@ def test_edges_hide_what_a_block_may_have():
         problem(L=4000, window=(1023, 1023)),
         problem(window=(1023, 0), kv_lengths=True),
     ):
-        assert config.spec_of(p).right_edges == config.spec_of(p).left_edges == both
+        assert config.spec_of(p, H200).right_edges == config.spec_of(p, H200).left_edges == both
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_grids_and_heuristics_are_those_of_the_gpu(processors, monkeypatch):
+    """An H20 has 78 SMs, an H100 on PCIe 114."""
+    target, grids = nvidia(90, processors), {}
+
+    def compile_and_launch(self, grid, arguments, maps):
+        grids[self.function.__name__] = grid
+
+    monkeypatch.setattr(Kernel, "compile_and_launch", compile_and_launch)
+    p = problem(causal=True, B=8, L=1024)
+    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), target)
+    launcher.compile_and_launch(launcher.tensors(tensors_of(p)))
+    assert launcher.spec.persistent
+    assert grids["backward"] == grids["fix_up"] == (processors, 1)
+    few = problem(B=1, H=32, Hkv=8, L=1024, q_offset=0)
+    assert config.programs_of(few) * config.splits_of(few, target) <= config.MOST_SPLITS_PER_SM * processors

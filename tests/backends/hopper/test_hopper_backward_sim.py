@@ -52,7 +52,7 @@ def simulate(case, kernels, programs=0, seed=0, splits=1, **changes):
     made = make_gradients(case, slack=0.0, grads=("q", "k", "v"))
     for gradient in made.call.tensors.gradients().values():
         gradient.fill_(float("nan"))
-    with patch.object(config, "splits_of", lambda p: splits):
+    with patch.object(config, "splits_of", lambda p, target: splits):
         Backward(made.call.problem, made.call.tensors, **changes).run(kernels, programs, seed)
     judge_gradients(made, made.call.tensors.gradients())
 
@@ -94,7 +94,7 @@ def fix_up(name, kernels, splits=1, converts=False, seed=3):
 
     def run(made, clean):
         changes = forms | (CLEAN if clean else {})
-        with patch.object(config, "splits_of", lambda p: splits):
+        with patch.object(config, "splits_of", lambda p, target: splits):
             return ran(Backward(made.call.problem, made.call.tensors, **changes), kernels, 2, seed)
 
     check_fix_up(CASES[name], run, ("q", "k", "v"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.backends.gpu import kernel, tensor_map
-from tilewise.backends.gpu.driver import NO_CONTEXT, Launch
+from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchConfig
 from tilewise.backends.hopper.descriptors import descriptor
 
 
@@ -41,7 +41,7 @@ class TileDriver:
         places = list((ctypes.c_void_p * 14).from_address(parameters))
         kinds = [ctypes.c_uint64, *[ctypes.c_int32] * 4, *[ctypes.c_int64] * 4, ctypes.c_uint64, ctypes.c_int32]
         kinds += [ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64]
-        grid = Launch.from_address(how)
+        grid = CULaunchConfig.from_address(how)
         found = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
         self.launched.append((function, (grid.x, grid.threads, grid.shared, grid.stream), found))
         return 0
@@ -74,7 +74,7 @@ def ready_kernel(driver, tiles=None):
 
     q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     given = {"q": descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "scale": 0.5, "S": "spec"}
-    return kernel.Kernel(Function(), cuda=driver).first((7, 1), given | {"other": 1}, tiles), q
+    return kernel.Kernel(Function(), cuda=driver).compile_and_launch((7, 1), given | {"other": 1}, tiles), q
 
 
 def test_later_launches_pass_addresses_and_tiles():

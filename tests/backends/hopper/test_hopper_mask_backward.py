@@ -13,7 +13,7 @@ if sys.platform != "linux":
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from aot import SHARED
-from test_hopper_backward import built, given, problem
+from test_hopper_backward import H200, built, given, problem
 from tilewise.backends import hopper
 from tilewise.backends.gpu.kernel import Kernel
 from tilewise.backends.hopper.bwd import config
@@ -117,10 +117,10 @@ def test_programs_that_store_cells_of_a_mask_have_one_key_block():
 
 
 def test_few_planes_at_once_read_the_same_rows_of_a_mask():
-    planes = {name: config.planes_at_once(p, config.spec_of(p)) for name, p in PROBLEMS.items()}
+    planes = {name: config.planes_at_once(p, config.spec_of(p, H200), H200) for name, p in PROBLEMS.items()}
     assert planes["dense"] == planes["shared"] == 8  # h200/LOG.md, backward #17
     unmasked = replace(PROBLEMS["shared"], mask=None, grads=("q", "k", "v"))
-    assert config.planes_at_once(unmasked, config.spec_of(unmasked)) == 24
+    assert config.planes_at_once(unmasked, config.spec_of(unmasked, H200), H200) == 24
 
 
 def test_what_is_not_served_is_refused_by_name():
@@ -143,6 +143,7 @@ def test_what_is_not_served_is_refused_by_name():
 
 def test_the_planner_leaves_masks_to_triton_whose_cells_threads_would_read(monkeypatch):
     monkeypatch.setattr(hopper, "_machine_refusal", lambda p: None)
+    monkeypatch.setattr(hopper, "target_of", lambda device: H200)
     monkeypatch.setattr(planner.load("triton"), "supports_backward", lambda p: None)
     monkeypatch.setattr(planner.load("triton"), "plan_backward", lambda p: replace(hopper.plan_backward(p), kernel="T"))
     planner.choose.cache_clear()
@@ -190,20 +191,20 @@ def test_which_masks_tma_copies(shape, strides, expected):
 def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
     launched = []
 
-    def first(self, grid, arguments, maps):
+    def compile_and_launch(self, grid, arguments, maps):
         taken = {name: (arguments | self.constants)[name] for name in self.function.arg_names}
         described = [name for name, x in taken.items() if isinstance(x, TensorDescriptor)]
         maps.update({name: SimpleNamespace(name=name) for name in described})
         launched.append((self.function.__name__, grid, described))
         return SimpleNamespace(pointers=[name for name, x in taken.items() if isinstance(x, torch.Tensor)])
 
-    monkeypatch.setattr(Kernel, "first", first)
+    monkeypatch.setattr(Kernel, "compile_and_launch", compile_and_launch)
     case = Case(B=2, H=4, Lq=300, Lk=520, D=64, dtype="bf16", mask=dims, mask_kind=kind, causal=True)
     call = make_gradients(case).call
-    launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)))
+    launcher = NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)), H200)
     tensors = launcher.tensors(call.tensors)
     there = {name for name, x in tensors.items() if x is not None}
-    for step in launcher.first(tensors):
+    for step in launcher.compile_and_launch(tensors):
         assert {*step.pointers, *(name for _, name in step.maps)} <= there
     names = [name for name, *_ in launched]
     shared = dims != "bhqk"

@@ -97,7 +97,7 @@ def unseen(case):
     from tilewise.testing.gradients import make_gradients
 
     config.converts = config.persistent = lambda problem: True
-    config.splits_of = lambda problem: 1
+    config.splits_of = lambda problem, target: 1
     call = make_gradients(case, grads=("q", "k", "v")).call
     p, t = call.problem, call.tensors
     launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
@@ -139,7 +139,7 @@ def combined(case, splits):
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
 
-    config.splits_of = lambda problem: splits
+    config.splits_of = lambda problem, target: splits
     call = make_gradients(case).call
     launcher = launcher_of(Plan(call.problem, "hopper", "", (1, 1)))
     given = launcher.tensors(call.tensors)
@@ -156,7 +156,7 @@ def combined(case, splits):
         for split in range(splits):
             total += partials.view(B, Hkv, splits, Lk, -1)[:, :, split, :, :D]
         want.append(total.to(given[name].dtype))
-    kernel.first(grid, arguments)
+    kernel.compile_and_launch(grid, arguments)
     assert all(torch.equal(given[name], x) for name, x in zip(("DK", "DV"), want, strict=True))
 
 

@@ -12,6 +12,7 @@ if sys.platform != "linux":
 from aot import SHARED
 from hopper_aot import build
 from slow import slowly
+from test_hopper_backward import H200
 from test_hopper_backward import problem as narrow
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper import plan_backward
@@ -46,7 +47,7 @@ def given(p):
         f.cu_seqlens_q = f.cu_seqlens_k = ints(p.batch + 1)
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
-    launcher = WideLauncher(Plan(p, "hopper", "", (1, 1)))
+    launcher = WideLauncher(Plan(p, "hopper", "", (1, 1)), H200)
     return launcher, launcher.tensors(BackwardTensors(f, torch.empty_like(f.out), None, q, k, v))
 
 

@@ -26,7 +26,7 @@ if sys.platform != "linux":
 
 from tilewise.backends.gpu.flags import classifies
 from tilewise.backends.gpu.target import amd, nvidia
-from tilewise.backends.triton import config, launch, operands, quantised, split_kv
+from tilewise.backends.triton import config, flipped_products, launch, operands, split_kv
 
 # Slow in the interpreter, and like others but longer; and bfloat16.
 LEFT_OUT = ("L1023", "Lk5000", "Lk1000-D576", "L255", "bf16")
@@ -116,11 +116,11 @@ torch.manual_seed(0)
 
 # Splits combined by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
 inside = []
-first = launch.Launcher.first
+first = launch.Launcher.compile_and_launch
 def watched(self, t, key):
     inside.append(self.combines_inside)
     first(self, t, key)
-launch.Launcher.first = watched
+launch.Launcher.compile_and_launch = watched
 q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
 results = []
 for most in (split_kv.COMBINE_BYTES, 0):
@@ -306,7 +306,7 @@ def test_split_size_fixes_the_tiles_whatever_the_batch(stored, page_size, q_offs
 
 def test_a_groups_heads_share_a_tile():
     for group in (1, 4, 3, 12, 128, 127):
-        pack = quantised.pack_of(group)
+        pack = flipped_products.pack_of(group)
         assert pack == max(n for n in range(1, 65) if group % n == 0)
     c = config.config_of(problem(q_len=1, heads=16, kv_heads=2), nvidia(90))
     assert c.pack == 8 <= c.BM

@@ -11,21 +11,21 @@ if sys.platform != "linux":
 from aot import SHARED, compile_kernel
 from interpreted import interpreted
 from tilewise.backends.triton.kv_write import Append
-from tilewise.core.kv_store import Format, Places, Store
+from tilewise.core.kv_store import RowFormat, Store, WriteSlots
 
 RUN = """
 import torch
 from tilewise.backends.triton.kv_write import Append
 from tilewise.backends.torch.kv_write import Append as InTorch
-from tilewise.core.kv_store import Places
-from tilewise.core.kv_store import Format
+from tilewise.core.kv_store import WriteSlots
+from tilewise.core.kv_store import RowFormat
 torch.manual_seed(0)
 FORMS = [(64, 64, 32, 0, 0), (80, 48, 128, 1, 1), (96, 6, 64, 1, 0), (40, 128, 32, 0, 1)]
 LATENT = [(576, 512, 128, 1, 1), (544, 512, 128, 0, 0)]
 
 def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0, none=0):
     outer, slots = (9, 3) if paged else (5, 7)
-    formats = [Format.of("dtype", dtype, group, w) for w in (D, Dv)]
+    formats = [RowFormat.of("dtype", dtype, group, w) for w in (D, Dv)]
     sides = []
     for _ in range(2):
         stores = [f.empty(outer, 2, slots, device=torch.device("cpu")) for f in formats]
@@ -44,7 +44,7 @@ def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0, none=0):
     shape = (1, 2, tokens + none) if packed else (5, 2, 11)
     k, v = (torch.randn(*shape, w).mul(3).to(source) for w in (D, Dv))
     k[0, 0, 0] = 0
-    places = Places(starts + late, cu, tokens + none, bool(packed), table if paged else None, padded=none > 0)
+    places = WriteSlots(starts + late, cu, tokens + none, bool(packed), table if paged else None, padded=none > 0)
     Append(*sides[0], slots)(k, v, places)
     places.starts = starts
     InTorch(*sides[1], slots)(k, v, places)
@@ -73,7 +73,7 @@ def test_it_stores_the_same_bytes_as_torch():
 
 
 def stores(dtype, D, paged):
-    fmt = Format.of("dtype", dtype, 64, D)
+    fmt = RowFormat.of("dtype", dtype, 64, D)
 
     def empty(width, kind):
         shape = (512, 16, 8, width) if paged else (64, 8, 4096, width)
@@ -91,7 +91,7 @@ def appended(dtype):
         ints = torch.empty(65, dtype=torch.int32, device="meta")
         table = torch.empty(64, 128, dtype=torch.int32, device="meta") if paged else None
         rows = torch.empty((1, 8, 64, D), dtype=torch.bfloat16, device="meta")
-        yield call.prepare(rows, rows, Places(ints[:64], ints, 64, True, table))
+        yield call.prepare(rows, rows, WriteSlots(ints[:64], ints, 64, True, table))
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +13,20 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.gpu import block_lists, kernel, semaphores
-from tilewise.backends.gpu.driver import NO_CONTEXT, Attribute, Launch
+import tilewise
+from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores
+from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import launch as prefill
 from tilewise.backends.hopper.mla import launch as latent
+from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton.arguments import TENSORS
+from tilewise.backends.triton.spec import Config
+from tilewise.core.options import Options
+from tilewise.core.plan import Plan
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
+from tilewise.validation import calls
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -53,14 +60,14 @@ class Driver:
         at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         kinds = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float] + [ctypes.c_uint64] * 3
         values = [kind.from_address(at[i]).value for i, kind in enumerate(kinds)]
-        copy = Launch.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(Launch)))
+        copy = CULaunchConfig.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(CULaunchConfig)))
         self.calls.append((copy, function, values, extra))
         return self.errors.pop(0) if self.errors else 0
 
 
 def test_a_launch_has_every_argument_in_its_place():
     driver = Driver()
-    ready = kernel.Ready(compiled(), (5, 3), GIVEN, driver)
+    ready = kernel.CompiledLaunch(compiled(), (5, 3), GIVEN, driver)
     high = (1 << 47) + 16
     ready([high, 32], 7)
     how, function, values, extra = driver.calls[0]
@@ -74,7 +81,7 @@ def test_a_launch_has_every_argument_in_its_place():
 
 def test_the_next_launch_has_its_own_pointers_and_stream():
     driver = Driver()
-    ready = kernel.Ready(compiled(), (1, 1), GIVEN, driver)
+    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)
     ready([16, 32], 7)
     ready([48, 64], 8)
     assert [(call[2][0], call[2][4], call[0].stream) for call in driver.calls] == [(16, 32, 7), (48, 64, 8)]
@@ -82,7 +89,7 @@ def test_the_next_launch_has_its_own_pointers_and_stream():
 
 def test_a_kernel_that_may_start_early_says_so():
     driver = Driver()
-    kernel.Ready(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
+    kernel.CompiledLaunch(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
     how = driver.calls[0][0]
     assert how.count == 1
     assert how.attributes is not None
@@ -90,23 +97,23 @@ def test_a_kernel_that_may_start_early_says_so():
 
 def test_sizes_of_the_drivers_structures():
     """As `cuda.h` has them on 64-bit machines."""
-    assert ctypes.sizeof(Launch) == 56
-    assert ctypes.sizeof(Attribute) == 72
-    assert Attribute.value.offset == 8
+    assert ctypes.sizeof(CULaunchConfig) == 56
+    assert ctypes.sizeof(CULaunchAttribute) == 72
+    assert CULaunchAttribute.value.offset == 8
 
 
 def test_a_launch_that_fails_is_an_error():
-    ready = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(701))
+    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(701))
     with pytest.raises(RuntimeError, match="CUDA error 701"):
         ready([16, 32], 7)
 
 
 def test_a_thread_without_a_context_is_given_one():
     driver = Driver(NO_CONTEXT)
-    kernel.Ready(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
+    kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
     assert driver.contexts == [42]
     assert len(driver.calls) == 2
-    again = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
+    again = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
     with pytest.raises(RuntimeError, match="CUDA error 201"):
         again([16, 32], 7)
 
@@ -114,7 +121,7 @@ def test_a_thread_without_a_context_is_given_one():
 @pytest.mark.parametrize("wrong", [[16], [16, 32, 48]])
 def test_pointers_are_counted(wrong):
     with pytest.raises(Exception, match="pack_into expected 2 items"):
-        kernel.Ready(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
+        kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
 
 
 def test_what_stays_is_made_by_another_thread(monkeypatch):
@@ -150,11 +157,11 @@ def test_no_memory_for_what_stays_is_an_error(monkeypatch):
 def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
     """Until its states change, another stream asks, or a graph is captured."""
     made, stream, captured = [], [7], [False]
-    lister = block_lists.Lister.__new__(block_lists.Lister)
+    lister = block_sparsity_launch.Lister.__new__(block_sparsity_launch.Lister)
     lister.kept = ()
     monkeypatch.setattr(lister, "retiled", lambda tile_map: made.append(tile_map) or f"cut {len(made)}")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
-    monkeypatch.setattr(block_lists, "capturing", lambda: captured[0])
+    monkeypatch.setattr(block_sparsity_launch, "capturing", lambda: captured[0])
 
     def tile_map():
         states = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), _version=0)
@@ -195,7 +202,7 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
     lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     rows = pages.transpose(1, 2)
     bound = Recorded()
-    launch = kernel.by_address(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
+    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
     given = (q, pages, pages, out, None, None, None, None, None, None, lengths, None, None, None, table)
     launch(*given)
     [t] = bound.called
@@ -204,7 +211,7 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
     there = [x.data_ptr() for x in (q, pages, pages, out, lengths, table)]
     assert bound.launched == [("ready", there)]
     shifted = torch.zeros(3, dtype=torch.int32)[1:]
-    launch = kernel.by_address(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
+    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
     for n in (2, 3):
         launch(*given[:10], shifted, *given[11:])  # not aligned: through the plan, which knows
         assert len(bound.called) == n
@@ -219,12 +226,12 @@ def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
         assert [name for name in call_cache.FIELDS if name in names] == names
 
 
-class Described(kernel.ByAddress):
+class Described(kernel.AddressLauncher):
     """A plan's launches, which describe k to TMA: by its shape."""
 
     SOURCES = {"q": "q", "k": "k", "v": "v", "OUT": "out"}  # noqa: RUF012
 
-    def first(self, t, key):
+    def compile_and_launch(self, t, key):
         self.ready[key] = t.k.shape
 
     def relaunch(self, ready, addresses, device):
@@ -242,3 +249,31 @@ def test_keys_of_other_lengths_are_described_anew(monkeypatch):
             launcher.shape = k.shape
             launcher(Tensors(torch.empty(1, 2, 5, 64), k, k, torch.empty(1, 2, 5, 64)))
     assert len(launcher.ready) == 4
+
+
+def test_a_tile_map_of_the_same_size_is_launched_by_address(monkeypatch):
+    """Its states, in the tiles of the launch, are part of the key by their shape, and are passed on."""
+    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    q, mask = torch.randn(1, 2, 200, 64), torch.ones(200, 300, dtype=torch.bool).tril()
+    k = torch.randn(1, 2, 300, 64)
+    tile_map = tilewise.TileMap.from_mask(mask)
+    call = calls.dense(q, k, k, Options(mask=mask, tile_map=tile_map))
+    launcher = triton_launch.Launcher(Plan(call.problem, "triton", "", (64, 64)), Config(64, 64, 4, 3), nvidia(90))
+    compiled_keys, launched = [], []
+    monkeypatch.setattr(launcher, "compile_and_launch", lambda t, key: compiled_keys.append(key))
+    monkeypatch.setattr(launcher, "relaunch", lambda *given: launched.append(given))
+    launcher(call.tensors)
+    [key] = compiled_keys
+    assert launcher.names == ["Q", "K", "V", "OUT", "MASK"]
+    assert launcher.mask_at == 4
+    launcher.ready[key] = "ready"
+    launcher(call.tensors)
+    [(ready, addresses, device, states)] = launched
+    assert (ready, device) == ("ready", q.device)
+    assert addresses == [x.data_ptr() for x in (q, k, k, call.out, mask)]
+    assert states.shape == (1, 1, 4, 5)
+    launcher(replace(call.tensors, tile_map=None))  # another key: the launch would read states
+    assert len(compiled_keys) == 2
+    assert compiled_keys[1] is not None
+    assert compiled_keys[1] != key

@@ -24,7 +24,7 @@ from ...core.problem import (
     no_selection,
     other_formats,
 )
-from ...core.tensors import BackwardTensors, Shared, Tensors
+from ...core.tensors import BackwardTensors, SharedPrefix, Tensors
 
 
 def supports(problem: Problem | WriteProblem) -> str | None:
@@ -93,7 +93,7 @@ def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
     backward.run(plan, tensors)
 
 
-def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) -> None:
+def run_cascade(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: SharedPrefix) -> None:
     from . import cascade
 
     cascade.run(shared_plan, plan, tensors, shared)
@@ -140,7 +140,7 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
         or p.biased
         or p.sinks
         or p.selection
-        or p.shared
+        or p.k_shared_dim
         or p.rules.q_offset == "rows"
     ):
         return None  # a bound launch takes no new addresses of these

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...core.plan import Plan
-from ...core.tensors import Shared, Tensors
+from ...core.tensors import SharedPrefix, Tensors
 from . import compiler
 from .codegen.calls import call_kernel
 from .codegen.load_store import fetch_add, get_i64, load_acquire, put_i64
@@ -87,7 +87,7 @@ def map_rows(params, rows, back):
         put_i64(p.prefix_rows + 16 * row + 8, get_i64(at + 8))
 
 
-def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:
+def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: SharedPrefix) -> None:
     """Runs `plan`'s call with attention over the shared keys merged in."""
     table, lengths, cu = shared.tables
     q = shared.q.contiguous().transpose(0, 1)[None]  # [1, H, T, D]

@@ -108,8 +108,8 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         mask_dtype=0 if p.mask is None else CODES[NAMES[p.mask.dtype]],
         k_group=p.k_format.group or 1,
         v_group=p.v_format.group or 1,
-        k_row=p.k_format.columns(p.head_dim - p.shared) * p.k_dtype.itemsize,
-        shared_columns=p.shared,
+        k_row=p.k_format.columns(p.head_dim - p.k_shared_dim) * p.k_dtype.itemsize,
+        shared_columns=p.k_shared_dim,
         v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         block=0 if p.selection is None else p.selection.block,
@@ -133,15 +133,15 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
     if p.packed_q or config.is_decode(p):
         names |= {"decode": "decode", "qk_f32": "qk f32", "pv_f32": "pv f32"}
         # Rows of whole vectors are read in place.
-        if p.head_dim % (W * k.packing) == 0 and not k.scales_in_row and not p.shared:
+        if p.head_dim % (W * k.packing) == 0 and not k.scales_in_row and not p.k_shared_dim:
             names["qk"] = f"qk {k.name}"
         if p.value_dim % (W * v.packing) == 0 and not v.scales_in_row:
             names["pv"] = f"pv {v.name}"
-        if gemv_amx.serves(p) and not p.shared:
+        if gemv_amx.serves(p) and not p.k_shared_dim:
             names |= {"matrix_qk": "amx_qk", "matrix_pv": "amx_pv"}
         elif config.uses_bf16_dot_decode(p):
             names |= {"matrix_qk": "bf16_qk", "matrix_pv": "bf16_pv"}
-        if config.uses_bf16_dot_qk(p) and not p.shared:
+        if config.uses_bf16_dot_qk(p) and not p.k_shared_dim:
             names["qk_bf16_dot"] = "qk bf16_dot"
         for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):
             if gemv.serves(k, p.head_dim):

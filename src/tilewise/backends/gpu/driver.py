@@ -11,18 +11,14 @@ EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 CELLS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
-class Launch(ctypes.Structure):
-    """The driver's `CUlaunchConfig`."""
-
+class CULaunchConfig(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared")),
         ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
     )  # fmt: skip
 
 
-class Attribute(ctypes.Structure):
-    """The driver's `CUlaunchAttribute`."""
-
+class CULaunchAttribute(ctypes.Structure):
     _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
 

@@ -1,4 +1,4 @@
-"""Compile-time options that the kernels of all GPU backends share."""
+"""Compile-time options that the kernels of all GPU backends share, and constants of theirs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Flags:
 
 
 def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
-    """The fields of `Flags` for a problem with tiles of so many keys."""
+    """The fields of `Flags` for a problem with tiles of `tile_keys` keys."""
     p = problem
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     return {

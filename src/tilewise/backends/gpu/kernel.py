@@ -1,6 +1,6 @@
 """A Triton or Gluon kernel, launched through Triton once and by addresses from then on.
 
-A launch through Triton takes tens of microseconds (hundreds with TMA descriptors), one by address a few.
+A launch by address takes a fraction of the host time of one through Triton, most of all with TMA descriptors.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from contextlib import nullcontext
 from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,8 +17,8 @@ import torch
 
 import triton
 
-from ...core.tensors import Tensors
-from .driver import CELLS, EARLY, NO_CONTEXT, Attribute, Launch, check, driver, tensor_map_driver
+from ...core.tensors import FIELDS, Tensors
+from .driver import CELLS, EARLY, NO_CONTEXT, CULaunchAttribute, CULaunchConfig, check, driver, tensor_map_driver
 
 if TYPE_CHECKING:
     from .tensor_map import TensorMap
@@ -48,17 +48,22 @@ def key_of(k: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return (k.shape, *[x.stride() for x in given])
 
 
-class ByAddress:
+class AddressLauncher:
     """Launches of a plan: a call with new strides goes through Triton, others by address.
 
     A subclass has SOURCES, the names of its kernels' tensors with the fields of `Tensors` in their order, and two
-    methods. `first(t, key)` launches through Triton and, with a key, stores in `ready` what later calls need.
-    `relaunch(ready, addresses, device)` launches by the addresses of the tensors in `names`.
+    methods. `compile_and_launch(t, key)` launches through Triton and, with a key, stores in `ready` what later calls
+    need. `relaunch(ready, addresses, device)` launches by the addresses of the tensors in `names`, and takes what
+    `launch_key` returns after the key.
     """
 
     SOURCES: ClassVar[dict[str, str]]
-    first: Callable[[Tensors, Any], None]
-    relaunch: Callable[[Any, list[int], torch.device], None]
+    compile_and_launch: Callable[[Tensors, Any], None]
+    relaunch: Callable[..., None]
+
+    def __init_subclass__(cls) -> None:
+        fields = list(cls.SOURCES.values())
+        assert fields == [name for name in FIELDS if name in fields], "`bind_addresses` passes addresses in this order"
 
     def __init__(self) -> None:
         self.present: Any = None
@@ -68,31 +73,38 @@ class ByAddress:
 
     def __call__(self, t: Tensors) -> None:
         key = None
-        if t.tile_map is None:
+        if not INTERPRETED:
             if self.present is None:
-                self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
-                self.present = attrgetter(*[self.SOURCES[name] for name in self.names])
+                self.find_names(t)
+                self.present = attrgetter(*[self.SOURCES[name] for name in self.names])  # last, for other threads
             given = self.present(t)
             addresses = [x.data_ptr() for x in given]
             if is_aligned(addresses, t.q.device):
-                key = key_of(t.k, given)
-                ready = self.ready.get(key)
-                if ready is not None:
-                    self.relaunch(ready, addresses, t.q.device)
+                key, *more = self.launch_key(t, given)
+                if (ready := self.ready.get(key)) is not None:
+                    self.relaunch(ready, addresses, t.q.device, *more)
                     return
-        with torch.cuda.device(t.q.device):
-            self.first(t, key)
+        with nullcontext() if INTERPRETED else torch.cuda.device(t.q.device):
+            self.compile_and_launch(t, key)
+
+    def find_names(self, t: Tensors) -> None:
+        """Sets `names`, of the tensors that the plan's calls have."""
+        self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
+
+    def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The key of a call in `ready`, None if it always goes through Triton; then more arguments of `relaunch`."""
+        return (key_of(t.k, given) if t.tile_map is None else None,)
 
 
-def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
+def bind_addresses(launcher: Any, t: Tensors) -> Callable[..., None]:
     """A function that launches a plan (`launcher`) for tensors that differ from those in `t` only in their addresses,
     and are all aligned if those are.
 
-    It takes tensors in the order of the fields of `Tensors`; None is skipped.
+    It takes tensors in the order of FIELDS; None is skipped.
     """
     device, index = t.q.device, t.q.device.index
     current_device = getattr(torch._C, "_cuda_getDevice", None)  # the interpreter needs no torch for GPUs
-    there = {f.name: getattr(t, f.name) for f in fields(Tensors)}
+    there = {name: getattr(t, name) for name in FIELDS}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
     given = [x for x in there.values() if x is not None]
     key = None if any(x.data_ptr() & 15 for x in given) else key_of(t.k, given)
@@ -119,7 +131,9 @@ class Kernel:
         self.function, self.constants, self.cuda = function, constants or {}, cuda
         self.options = OPTIONS | options
 
-    def first(self, grid: tuple[int, int], given: Arguments, maps: dict[Any, TensorMap] | None = None) -> Ready | None:
+    def compile_and_launch(
+        self, grid: tuple[int, int], given: Arguments, maps: dict[Any, TensorMap] | None = None
+    ) -> CompiledLaunch | None:
         """Launches through Triton, which compiles if needed, with the kernel's arguments from `given`; returns what
         later launches by address need, or None if there are none.
 
@@ -133,10 +147,10 @@ class Kernel:
         compiled = self.function[grid](**taken, **self.options)
         if torch.version.cuda is None and self.cuda is None:
             return None
-        return Ready(compiled, grid, taken, self.cuda, {} if maps is None else maps)
+        return CompiledLaunch(compiled, grid, taken, self.cuda, {} if maps is None else maps)
 
 
-class Ready:
+class CompiledLaunch:
     """A compiled kernel with all arguments in place except its stream and its pointers.
 
     It is launched through the driver as Triton does, but without inspecting each argument, most of which are
@@ -176,11 +190,12 @@ class Ready:
             self.cells += cells
         nothing = ctypes.addressof(self.cells[0])
         self.parameters = (ctypes.c_void_p * (len(places) + 2))(*places, nothing, nothing)
-        self.early = Attribute(EARLY, 0, 1)
+        self.early = CULaunchAttribute(EARLY, 0, 1)
         early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
-        self.how = Launch(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
+        self.launch_config = CULaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
         self.compiled = compiled  # keeps the code that is launched
-        self.arguments = (ctypes.addressof(self.how), compiled.function, ctypes.addressof(self.parameters), None)
+        config, parameters = ctypes.addressof(self.launch_config), ctypes.addressof(self.parameters)
+        self.arguments = (config, compiled.function, parameters, None)
         self.launch = self.driver.launch
         self.context = self.driver.context()
         self.lock = Lock()
@@ -200,7 +215,7 @@ class Ready:
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         with self.lock:  # launch parameters are in memory that all threads share
             self.pack(self.addresses, 0, *addresses)
-            self.how.stream = stream
+            self.launch_config.stream = stream
             error = self.launch(*self.arguments)
             if error == NO_CONTEXT:  # the first launch of a new thread
                 self.driver.set_context(self.context)

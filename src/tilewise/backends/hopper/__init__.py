@@ -84,15 +84,16 @@ def plan_backward(problem: Problem) -> Plan:
             workspace_bytes=wide_config.workspace_bytes(p),
             notes=("dQ by a launch of its own",),
         )
-    s = bwd_config.spec_of(p)
+    target = target_of(problem.device)
+    s = bwd_config.spec_of(p, target)
     return Plan(
         problem,
         backend="hopper",
         kernel="backward, warp-specialised",
         tile=(s.BM, bwd_config.BN),
-        splits=bwd_config.splits_of(p),
-        workspace_bytes=bwd_config.workspace_bytes(p, s),
-        notes=bwd_config.notes(p),
+        splits=bwd_config.splits_of(p, target),
+        workspace_bytes=bwd_config.workspace_bytes(p, s, target),
+        notes=bwd_config.notes(p, target),
     )
 
 
@@ -101,9 +102,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import by_address
+    from ..gpu.kernel import bind_addresses
 
-    return by_address(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
+    return bind_addresses(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:

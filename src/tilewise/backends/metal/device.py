@@ -31,7 +31,7 @@ class Device:
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def kernel(self, name: str, text: str, threads: int) -> Any:
-        """The kernel `name` of a source, compiled once; refused if it cannot have so many threads."""
+        """The kernel `name` of a source, compiled once; refused if it cannot have that number of threads."""
         kernel = self.kept.get(text)
         if kernel is None:
             kernel = getattr(self.compile_shader(text), name)
@@ -46,7 +46,7 @@ class Device:
 # Apple's chips that calls can be planned for without having one: cores of their GPUs.
 CHIPS = {"apple-m1": 8, "apple-m2": 10, "apple-m3": 10, "apple-m4": 10, "apple-m3-max": 40, "apple-m4-max": 40}
 _other: ContextVar[Device | None] = ContextVar("device", default=None)
-_stand_in: Device | None = None
+stand_in: Device | None = None  # set by tests (`tests/helpers/metal_sim.py`)
 _mps: Device | None = None
 
 
@@ -55,8 +55,8 @@ def current() -> Device:
     global _mps
     if (other := _other.get()) is not None:
         return other
-    if _stand_in is not None:
-        return _stand_in
+    if stand_in is not None:
+        return stand_in
     if _mps is None:
         _mps = Device(torch.mps.compile_shader, mps_cores())
     return _mps
@@ -71,8 +71,8 @@ def why_not(kind: str) -> str | None:
     """Why tensors on a device of this type cannot be served here."""
     if _other.get() is not None:
         return None if kind == "mps" else OtherDevice("runs on Apple GPUs")
-    if _stand_in is not None:
-        return None if kind == _stand_in.kind else f"runs on {_stand_in.kind} tensors here"
+    if stand_in is not None:
+        return None if kind == stand_in.kind else f"runs on {stand_in.kind} tensors here"
     if kind != "mps":
         return OtherDevice("runs on Apple GPUs")
     if not hasattr(torch.mps, "compile_shader"):
@@ -82,7 +82,7 @@ def why_not(kind: str) -> str | None:
 
 @contextmanager
 def planning_for(cores: int) -> Iterator[None]:
-    """Plans as for a GPU of so many cores, in this thread; nothing is compiled."""
+    """Plans as for a GPU with `cores` cores, in this thread; nothing is compiled."""
 
     def none(text: str) -> None:
         raise AssertionError("a plan for another machine was run")
@@ -99,21 +99,3 @@ def machines() -> dict[str, Machine]:
         name: Machine(f"GPU of {cores} cores", "mps", within(partial(planning_for, cores)))
         for name, cores in CHIPS.items()
     }
-
-
-@contextmanager
-def stand_in(compile_shader: Callable[[str], Any], cores: int = TYPICAL_CORES, kind: str = "cpu") -> Iterator[Device]:
-    """Runs kernels with another shader compiler, on tensors of another device. Clears cached plans before and after."""
-    global _stand_in
-    from ...dispatch import call_cache, planner
-
-    before = _stand_in
-    try:
-        _stand_in = Device(compile_shader, cores, kind)
-        planner.choose.cache_clear()
-        call_cache.forget()
-        yield _stand_in
-    finally:
-        _stand_in = before
-        planner.choose.cache_clear()
-        call_cache.forget()

@@ -21,8 +21,8 @@ import mlx.core as mx
 import torch
 
 from ...core.options import Options
+from ...core.signatures import NAMES
 from ...errors import InvalidArgument, Unsupported
-from ...signatures import NAMES
 from ...state import AttentionState
 from ...validation import calls
 from ...validation.calls import Call

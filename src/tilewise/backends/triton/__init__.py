@@ -25,7 +25,7 @@ from ...core.problem import (
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import gpu_machines, target_of, triton_refusal
-from . import config, tuned
+from . import config, operands, tuned
 
 LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent")  # storage that can be read
@@ -45,7 +45,7 @@ def _supports(problem: Problem) -> str | None:
     if reason := serves(problem.device) or _other_formats(problem):
         return reason
     formats = problem.k_format.name, problem.v_format.name
-    return target_of(problem.device).lacks_registers(config.is_float32(problem), formats)
+    return target_of(problem.device).lacks_registers(operands.is_float32(problem), formats)
 
 
 def supports_write(problem: WriteProblem) -> str | None:
@@ -96,9 +96,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import by_address
+    from ..gpu.kernel import bind_addresses
 
-    return by_address(_launch().launcher_of(plan), tensors)
+    return bind_addresses(_launch().launcher_of(plan), tensors)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:

@@ -14,26 +14,25 @@ from ...core.problem import CascadeProblem, Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
-from .operands import operand, shares_chunks
-from .quantised import (
+from .flipped_products import (
     flipped_columns,
     flips,
     has_wide_bytes,
     hides,
     is_f16_quantised,
     is_packed,
-    own_queries,
     pack_of,
     row_groups,
 )
+from .operands import is_float32, operand, shares_chunks
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
 
-DECODE_ROWS = 16  # up to so many queries a call is decode: heads of a group share a tile and the keys are split
+DECODE_ROWS = 16  # queries up to which a call is decode: heads of a group share a tile and the keys are split
 COMBINE_BLOCK = 16  # split-KV partials of a row that are loaded at once
 COMBINED_REGISTERS = 128  # registers per thread that they may take
-SHORT_KEYS = 1 << 16  # up to so many keys over all heads, splits are short and tiles should be too
+SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles too
 FOUR_STAGES = 202 << 10  # bytes of shared memory of four stages of D=256, with pages of 16
 MOST_ORDERED = 1024  # batches below this size are sorted by one program
 L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the H200's L2 has 50 MiB
@@ -87,13 +86,6 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
     return Config(64 if wide <= 256 else 32, 32, 4, 1)
 
 
-def is_float32(problem: Problem) -> bool:
-    """Whether any product has float32 operands."""
-    p = problem
-    found = operand(p, p.head_dim, p.k_format, True), operand(p, p.value_dim, p.v_format, False)
-    return "f32" in [each.work for each in found]
-
-
 def decode_tile(problem: Problem, target: Target) -> Config:
     """Tiles that fill the shared memory of an SM with keys in flight.
 
@@ -105,7 +97,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     p = problem
     rows = decode_rows(p, target)
     pack = pack_of(p.group, rows)
-    BM = min(rows, max(16, ceil_pow2(pack * own_queries(p))))
+    BM = min(rows, max(16, ceil_pow2(pack * p.sharing_queries)))
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # registers hold q and little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
@@ -190,13 +182,7 @@ def is_decode(problem: Problem) -> bool:
     the bits of the others.
     """
     p = problem
-    return own_queries(p) <= DECODE_ROWS and not (p.packed_q and p.split_size and p.selection is None)
-
-
-def keys_of(problem: Problem) -> int:
-    """Keys per query: all, or as many as its indices select."""
-    s = problem.selection
-    return problem.kv_len if s is None else s.count * s.block
+    return p.sharing_queries <= DECODE_ROWS and not (p.packed_q and p.split_size and p.selection is None)
 
 
 def tile(problem: Problem, target: Target) -> Config:
@@ -212,7 +198,7 @@ def config_of(problem: Problem, target: Target, known: Config | None = None) -> 
     c = fitted(p, c, target)
     if not is_decode(p):
         return c
-    tiles = -(-keys_of(p) // c.BK)
+    tiles = -(-p.selected_keys // c.BK)
     if p.split_size:
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
@@ -279,7 +265,7 @@ def query_tiles(problem: Problem, c: Config) -> int:
     if p.packed_q:
         return p.total_q // BQ + p.batch + 1
     if p.selection is not None:
-        return p.batch * -(-p.q_len // p.selection.block) * -(-own_queries(p) // BQ)
+        return p.batch * -(-p.q_len // p.selection.block) * -(-p.sharing_queries // BQ)
     return p.batch * -(-p.q_len // BQ)
 
 

@@ -18,7 +18,7 @@ import triton
 
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, stride_arguments
+from ..gpu.kernel import INTERPRETED, Arguments, CompiledLaunch, Kernel, stride_arguments
 from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
 from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 
@@ -125,7 +125,7 @@ def append(  # type: ignore[no-untyped-def]
 
 
 class Append:
-    """The writer of one cache; only the source rows and their places change between calls. See `core/kv_store.py`."""
+    """The writer of one cache; only the source rows and their slots change between calls. See `core/kv_store.py`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         self.k, self.v, self.wrap = k, v, wrap
@@ -141,53 +141,53 @@ class Append:
             "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
             "V_KIND": v.format.name if v.format.is_quantised else "plain", "V_GROUP": v.format.group or 1,
         }  # fmt: skip
-        self.ready: dict[Any, Ready] = {}
+        self.ready: dict[Any, CompiledLaunch] = {}
 
-    def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, slots: Any) -> None:
         given = (
-            k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, places.starts, places.cu, places.table,
+            k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, slots.starts, slots.cu, slots.table,
         )  # fmt: skip
         there = [x for x in given if x is not None]
-        batch = len(places.starts)
+        batch = len(slots.starts)
         key = None
         if not INTERPRETED:
             addresses = [x.data_ptr() for x in there]
             # A kernel that was compiled for aligned tensors can be launched by address for aligned ones.
             if all(address % 16 == 0 for address in addresses) and torch.cuda.current_device() == k.device.index:
                 key = (
-                    k.dtype, v.dtype, k.stride(), v.stride(), batch, places.tokens, places.packed,
-                    None if places.table is None else places.table.stride(0),
+                    k.dtype, v.dtype, k.stride(), v.stride(), batch, slots.tokens, slots.packed,
+                    None if slots.table is None else slots.table.stride(0),
                 )  # fmt: skip
                 if (ready := self.ready.get(key)) is not None:
                     ready(addresses)
                     return
-        kernel, arguments = self.prepare(k, v, places)
-        grid = (places.tokens, self.heads)
+        kernel, arguments = self.prepare(k, v, slots)
+        grid = (slots.tokens, self.heads)
         if INTERPRETED:
-            kernel.first(grid, arguments)
+            kernel.compile_and_launch(grid, arguments)
             return
         with torch.cuda.device(k.device):
-            ready = kernel.first(grid, arguments)
+            ready = kernel.compile_and_launch(grid, arguments)
         if key is not None and ready is not None:
             if len(self.ready) >= 4096:
                 self.ready.clear()
             self.ready[key] = ready
 
-    def prepare(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> tuple[Kernel, dict[str, Any]]:
+    def prepare(self, k: torch.Tensor, v: torch.Tensor, slots: Any) -> tuple[Kernel, dict[str, Any]]:
         """The kernel and its arguments."""
-        batch = len(places.starts)
+        batch = len(slots.starts)
         kernel = Kernel(
             append,
             {
-                **self.constants, "STEPS": max(1, (batch - 1).bit_length()), "PACKED": places.packed,
-                "PAGED": places.table is not None,
+                **self.constants, "STEPS": max(1, (batch - 1).bit_length()), "PACKED": slots.packed,
+                "PAGED": slots.table is not None,
             },
             num_warps=1 if max(self.constants["W"], self.constants["WV"]) <= 128 else 4,
         )  # fmt: skip
         names = ("K", "V", "K_TO", "V_TO", "K_SCALES", "V_SCALES", "STARTS", "CU", "TABLE")
-        tensors = (k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, places.starts, places.cu, places.table)
+        tensors = (k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, slots.starts, slots.cu, slots.table)
         arguments = dict(zip(names, tensors, strict=True)) | self.sizes
         arguments |= stride_arguments("k", "bhl", k) | stride_arguments("v", "bhl", v)
         arguments["batch"] = batch
-        arguments["table_b"] = 0 if places.table is None else places.table.stride(0)
+        arguments["table_b"] = 0 if slots.table is None else slots.table.stride(0)
         return kernel, arguments

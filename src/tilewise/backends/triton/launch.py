@@ -1,15 +1,14 @@
 """From a plan and its tensors to kernel launches.
 
 The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers pass their addresses directly to it, which takes a few microseconds
-instead of tens. Nothing here reads a value on the device.
+calls with the same strides and aligned pointers pass their addresses directly to it. Nothing here reads a value on the
+device.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ import torch
 from ...core.plan import ByPlan, Plan
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
-from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
-from ..gpu.orderer import Orderer
+from ..gpu.kernel import INTERPRETED, AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
+from ..gpu.varlen_order_launch import Orderer
 from . import config, tuned
 from .arguments import STRIDES, TENSORS
 from .combine import combine
@@ -31,25 +30,27 @@ from .spec import Config
 from .split_kv import combines_inside
 
 COMBINE_WARPS = 4
-
-COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # the tensors that `combine` takes
+COMBINED = ("OUT", "LSE", "SINKS", "CU_Q")  # the tensors that `combine` takes
 
 
 class Launches(NamedTuple):
     """The compiled launches that later calls with the same strides repeat."""
 
-    attention: Ready
-    inside: Ready | None  # attention that combines its splits itself
-    fixup: Ready | None
-    combining: Ready | None
+    attention: CompiledLaunch
+    inside: CompiledLaunch | None  # attention that combines its splits itself
+    fixup: CompiledLaunch | None
+    combining: CompiledLaunch | None
     listing: Listing | None
-    ordering: Ready | None
+    ordering: CompiledLaunch | None
 
 
-class Launcher:
+class Launcher(AddressLauncher):
     """The launches of a plan: what all its calls share."""
 
+    SOURCES = TENSORS
+
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
+        super().__init__()
         p = self.problem = plan.problem
         self.config = c
         self.target = target
@@ -77,49 +78,39 @@ class Launcher:
             "swizzle": config.swizzle(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,
-            "chosen_keys": config.keys_of(p),
+            "chosen_keys": p.selected_keys,
         }
         # If the last-arriver combines, the workspace is kept, one per stream: semaphores, then partials as in `memory`.
         self.combines_inside = combines_inside(p, c)
         self.semaphores_end = -(-self.grid[0] // 4) * 4
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
-        self.present: Any = None
         self.mask_at = 0  # index of the mask among a call's addresses
         self.order_at: list[int] = []  # of the tensors that the orderer reads
         self.combined_at: list[int] = []  # of those that `combine` takes
-        self.ready: dict[Any, Launches] = {}
 
-    def __call__(self, t: Tensors) -> None:
-        key: tuple[Any, ...] | None = None
-        if not INTERPRETED:
-            if self.present is None:
-                names = [name for name in TENSORS.values() if getattr(t, name) is not None]
-                self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
-                self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
-                self.combined_at = [names.index(name) for name in COMBINED if name in names]
-            given = self.present(t)
-            key = key_of(t.k, given)
-            addresses = [x.data_ptr() for x in given]
-            states = None
-            if t.tile_map is not None and self.lister is not None:
-                states = self.lister.states(t.tile_map)
-                key = (*key, states.shape, states.data_ptr() & 15)
-            if not is_aligned(addresses, t.q.device):
-                key = None
-            elif (ready := self.ready.get(key)) is not None:
-                self.relaunch(ready, addresses, t.q.device, states)
-                return
-        with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
-            self.first(t, key)
+    def find_names(self, t: Tensors) -> None:
+        super().find_names(t)
+        names = self.names
+        self.mask_at = names.index("MASK") if "MASK" in names else 0
+        self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
+        self.combined_at = [names.index(name) for name in COMBINED if name in names]
 
-    def first(self, t: Tensors, key: Any) -> None:
+    def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The key, and the states of a tile map in this launch's tiles."""
+        key = key_of(t.k, given)
+        if t.tile_map is None or self.lister is None:
+            return (key,)
+        states = self.lister.states(t.tile_map)
+        return (*key, states.shape, states.data_ptr() & 15), states
+
+    def compile_and_launch(self, t: Tensors, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
         device, captured = t.q.device, not INTERPRETED and capturing()
         workspace, flags = self.memory(device)
         partial = None if workspace is None else workspace[self.partial_at :]
         partial_ml = None if workspace is None else workspace[: self.partial_at]
-        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
-        ranks, ordering = (None, None) if self.orderer is None else self.orderer.first(t)
+        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.compile_and_launch(t)
+        ranks, ordering = (None, None) if self.orderer is None else self.orderer.compile_and_launch(t)
         kernel, fixup_kernel, arguments = self.attention(t, (partial, partial_ml, None, flags, ranks), lists)
         attention = inside = fixup = combining = None
         alone = self.combines_inside and not captured
@@ -128,13 +119,14 @@ class Launcher:
             kept = semaphores[self.semaphores_end :].view(torch.float32)
             memory = (kept[self.partial_at :], kept[: self.partial_at], semaphores, flags, ranks)
             kernel_inside, _, given = self.attention(t, memory, lists)
-            inside = kernel_inside.first(self.grid, given)
+            inside = kernel_inside.compile_and_launch(self.grid, given)
         if not alone or key is not None:  # besides `inside`, so that a graph capture finds it compiled
-            attention = kernel.first(self.grid, arguments)
+            attention = kernel.compile_and_launch(self.grid, arguments)
             if self.spec.split:
-                combining = self.combiner.first((self.rows, 1), self.combine_arguments(t, partial, partial_ml))
+                given = self.combine_arguments(t, partial, partial_ml)
+                combining = self.combiner.compile_and_launch((self.rows, 1), given)
         if fixup_kernel is not None:
-            fixup = fixup_kernel.first(self.grid, arguments)
+            fixup = fixup_kernel.compile_and_launch(self.grid, arguments)
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 import triton
 
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import Kernel, Ready, is_aligned
+from ..gpu.kernel import CompiledLaunch, Kernel, is_aligned
 
 MOST = 8
 ELEMENTS = 1024  # of a block (h200 28)
@@ -133,7 +133,8 @@ def prepare(
     return kernel, (-(-count // BR), 1), given | {"rows": rows, "total_rows": count}
 
 
-_ready: dict[Any, tuple[Ready, list[int]]] = {}  # launches by shapes and strides, with the indices of their pointers
+# Launches by shapes and strides, with the indices of their pointers
+_ready: dict[Any, tuple[CompiledLaunch, list[int]]] = {}
 MOST_READY = 1024
 
 
@@ -153,7 +154,7 @@ def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: 
         return False
     kernel, grid, given = made
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        first = kernel.first(grid, given)
+        first = kernel.compile_and_launch(grid, given)
     if key is not None and first is not None:
         if len(_ready) >= MOST_READY:
             _ready.clear()

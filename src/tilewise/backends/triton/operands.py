@@ -88,6 +88,13 @@ def operand(
     )  # fmt: skip
 
 
+def is_float32(problem: Problem) -> bool:
+    """Whether any product has float32 operands."""
+    p = problem
+    found = operand(p, p.head_dim, p.k_format, True), operand(p, p.value_dim, p.v_format, False)
+    return "f32" in [each.work for each in found]
+
+
 def shares_chunks(keys: Operand, values: Operand, BM: int) -> bool:
     """Whether, with V in K, the chunks of V are chunks of K: same storage, same units, no padding.
 

@@ -87,7 +87,7 @@ class Spec(Flags):
     ptx: bool  # the GPU takes inline PTX
     lookup: str  # page lookup: one for each "tile", all "pages" of a tile, or one for each of its "rows"; "": no pages
     prefetch: bool  # a tile's page numbers are prefetched during the tile before it
-    sum_columns: int  # l is kept as so many partial sums per row until the epilogue; 0: as one
+    sum_columns: int  # partial sums per row in which l is kept until the epilogue; 0: one sum
     grain: int  # the unit in which strides of K and V are passed
     v_in_k: bool  # chunks of V are those of K: they are loaded once
     flip: bool  # products are transposed: keys or value columns are their rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...core.problem import Problem
-from .quantised import own_queries
 from .spec import Config
 
 SHORT_CALL = 64 << 20  # bytes of K and V that are read while a call is being launched
@@ -35,6 +34,6 @@ def combines_inside(problem: Problem, c: Config) -> bool:
     separate launch does; in a CUDA graph, where launches are cheap, always. The results are the same to the bit.
     """
     p = problem
-    rows = min(c.BM, c.pack * own_queries(p))
+    rows = min(c.BM, c.pack * p.sharing_queries)
     cache = p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize)
     return c.splits > 1 and cache <= SHORT_CALL and 4 * c.splits * rows * p.value_dim <= COMBINE_BYTES

@@ -13,14 +13,14 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+from ...core.atomic_write import write_whole
 from ...core.cache_home import cache_home
-from ...core.outputs import write_whole
 from ...core.problem import Problem
 from ...core.storage import PLAIN, StorageFormat
 from ..gpu.flags import ceil_pow2
 from ..gpu.target import Target
 from . import config
-from .quantised import own_queries, pack_of
+from .flipped_products import pack_of
 from .spec import Config
 
 FORMAT = 1
@@ -44,7 +44,7 @@ def key_of(problem: Problem, target: Target) -> str:
         _type(p.v_format),
     ]
     if what == "decode":
-        words.append(f"rows{ceil_pow2(pack_of(p.group) * own_queries(p))}")
+        words.append(f"rows{ceil_pow2(pack_of(p.group) * p.sharing_queries)}")
     if p.page_size:
         words.append(f"page{p.page_size}")
     if p.mask is not None:

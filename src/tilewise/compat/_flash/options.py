@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
+from ...core import keywords
 from ...errors import InvalidArgument
-from ...validation import keywords
 
 # FlashAttention's names of tilewise's arguments.
 NAMES = {

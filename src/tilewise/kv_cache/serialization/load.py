@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...core.devices import as_device
-from ...core.kv_store import Format
+from ...core.kv_store import RowFormat
 from ...core.storage import as_bytes
 from ...errors import InvalidArgument
 from .. import hadamard
@@ -35,7 +35,7 @@ PAGES = FORMATS | {"layers": int, "num_pages": int, "page_size": int, "created":
 LARGEST = 2**62  # of sequence ids and node numbers: leaves room for new ones
 
 
-def _formats(about: files.About) -> tuple[Format, Format]:
+def _formats(about: files.About) -> tuple[RowFormat, RowFormat]:
     size("kv_heads", about["kv_heads"])
     names = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "latent")
     k, v = formats_of(*(about.get(name) for name in names))

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from ...core.atomic_write import write_whole
 from ...core.extras import install_line
-from ...core.outputs import write_whole
 from ...errors import InvalidArgument
 from .charts import charts
 from .page import device_name, suite_name

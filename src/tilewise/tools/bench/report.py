@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.outputs import write_or_rescue, write_whole
+from ...core.atomic_write import write_or_rescue, write_whole
 
 SPEEDS = "ratios are speeds: 2x is twice as fast as the peer, in half its time; shares are of the speed that is named"
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.outputs import check_target, write_or_rescue
+from ...core.atomic_write import check_target, write_or_rescue
 from ...errors import InvalidArgument
 from ..progress import Screen
 from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report

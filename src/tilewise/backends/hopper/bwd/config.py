@@ -1,4 +1,4 @@
-"""Support and launch heuristics of the Hopper backward kernels. Plain functions of a `Problem`."""
+"""Support and launch heuristics of the Hopper backward kernels. Plain functions of a `Problem` and a `Target`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 from ....core.mask_rules import MaskRules
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, needs_exact_tanh
+from ...gpu.target import Target
 from .spec import BackwardSpec
 
 BN = 128  # keys of a key block
 HOP = 3.0  # microseconds between the reduce-adds of successive programs to a query block
-PROCESSORS = 132
 PERSISTENT_ROWS = 4096
 CONVERTED_ROWS, SHORT_ROWS = 768, 1536
 STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # FLOPs of an SM per microsecond; with a mask, D=64
@@ -21,7 +21,7 @@ STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # FLOPs of an SM per microsecond; 
 BLOCK_START, STORE_RATE = 5.0, 26e3
 COMBINE_START, COMBINE_RATE = 6.0, 8e6
 UNEVEN = 1.15
-MOST_SPLITS, MOST_SPLIT_PROGRAMS, LEAST_SAVED = 8, 3 * PROCESSORS, 0.05
+MOST_SPLITS, MOST_SPLITS_PER_SM, LEAST_SAVED = 8, 3, 0.05
 # -lse / scale is stored as a sum of parts in q's dtype, and must stay within their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
 RIGHT, LEFT = 1, 2  # edge flags of `consumer.hide`
@@ -117,9 +117,9 @@ def is_wide(problem: Problem) -> bool:
     return problem.head_dim > 128
 
 
-def spec_of(problem: Problem) -> BackwardSpec:
+def spec_of(problem: Problem, target: Target) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
-    split = splits_of(p) > 1
+    split = splits_of(p, target) > 1
     own_dq = converts(p) and not split
     BM, D = tile_of(p)
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
@@ -181,7 +181,7 @@ def is_short(problem: Problem) -> bool:
     return rows_of_block(problem) < SHORT_ROWS and not problem.rules.flags.hides_left
 
 
-def splits_of(problem: Problem) -> int:
+def splits_of(problem: Problem, target: Target) -> int:
     """How many programs share the query blocks of a key block: more than one where key blocks are too few to fill the
     GPU, or the longest one of a causal call takes more than its share (h200/LOG.md, backward #20).
     """
@@ -189,8 +189,8 @@ def splits_of(problem: Problem) -> int:
     if not may_split(p):
         return 1
     blocks = query_blocks(p, tile_of(p)[0])[0]
-    most = min(blocks, MOST_SPLITS, MOST_SPLIT_PROGRAMS // max(1, programs_of(p)))
-    times = {splits: time_of(p, splits) for splits in range(1, most + 1)}
+    most = min(blocks, MOST_SPLITS, MOST_SPLITS_PER_SM * target.processors // max(1, programs_of(p)))
+    times = {splits: time_of(p, splits, target) for splits in range(1, most + 1)}
     best = min(times, key=lambda splits: times[splits], default=1)
     return best if best > 1 and times[best] < (1 - LEAST_SAVED) * times[1] else 1
 
@@ -203,7 +203,7 @@ def may_split(problem: Problem) -> bool:
     return not other and whole and flags.offset == "int" and DTYPE_NAMES[p.q_dtype] == "bf16"
 
 
-def time_of(problem: Problem, splits: int) -> float:
+def time_of(problem: Problem, splits: int, target: Target) -> float:
     """Estimated microseconds of the kernel and the combine, from the longest program and from all of them.
 
     Programs of equal length start together: each waits for the earlier key blocks among them (h200/LOG.md, backward
@@ -216,7 +216,7 @@ def time_of(problem: Problem, splits: int) -> float:
     start = BLOCK_START + partial / STORE_RATE
     longest, mean = (start + x / BM / splits * step for x in (rows, rows_of_block(p)))
     programs = programs_of(p) * splits
-    waves = programs / PROCESSORS
+    waves = programs / target.processors
     if p.rules.by_position:
         time = max(longest, mean * waves * UNEVEN)
     else:
@@ -264,37 +264,37 @@ def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
     return longest, p.total_q // BM + p.batch if p.packed_q else longest
 
 
-def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
+def workspace_bytes(problem: Problem, s: BackwardSpec, target: Target) -> int:
     """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap or a mask. Split key blocks: dK and
-    dV in float32 for each program, of which there are at most `MOST_SPLIT_PROGRAMS`.
+    dV in float32 for each program, of which there are at most `MOST_SPLITS_PER_SM` per SM.
     """
     p = problem
     blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
-    partials = 8 * s.D * BN * programs_of(p) * splits_of(p) if s.split else 0
+    partials = 8 * s.D * BN * programs_of(p) * splits_of(p, target) if s.split else 0
     return blocks * (s.BM * (4 * s.D + 64 + 4 * s.row_lse) + 4) + partials
 
 
-def notes(problem: Problem) -> tuple[str, ...]:
+def notes(problem: Problem, target: Target) -> tuple[str, ...]:
     found = {
         "dQ added in the order of key blocks": True,
-        "dK and dV of the splits of a key block summed by a launch of its own": splits_of(problem) > 1,
+        "dK and dV of the splits of a key block summed by a launch of its own": splits_of(problem, target) > 1,
         "the mask's gradient summed by a launch of its own": sums_mask(problem),
     }
     return tuple(note for note, there in found.items() if there)
 
 
-def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
+def planes_at_once(problem: Problem, s: BackwardSpec, target: Target) -> int:
     """How many planes are interleaved: enough that programs of one plane start at least HOP apart.
 
     Long causal calls use four times as many, since their programs differ in length (h200/LOG.md, backward #4). With a
     mask, at D=64, fewer are better: key blocks of a plane read the same rows of the mask (backward #17).
     """
     p = problem
-    planes = planes_of(p) * splits_of(p)
+    planes = planes_of(p) * splits_of(p, target)
     if s.split:
         return planes
     steps = max(1.0, rows_of_block(p) / s.BM)
     masked = s.mask and s.D == 64
     work = steps * s.BM * BN * s.D * 10 / (MASKED_STEP_FLOPS if masked else STEP_FLOPS)
     more = 1 if p.kv_len <= 1024 else 4 if s.hides_right else 1 if masked else 2
-    return max(1, min(planes, round(HOP * PROCESSORS / work + 0.5) * more))
+    return max(1, min(planes, round(HOP * target.processors / work + 0.5) * more))

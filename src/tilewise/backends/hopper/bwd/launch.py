@@ -14,7 +14,8 @@ import torch
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
+from ...gpu.kernel import Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
+from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
 from . import config
 from .nonfinite import fix_up
@@ -22,13 +23,13 @@ from .prepost import clear_rest, list_blocks, preprocess
 
 CLEAR_ROWS, CLEAR_PROGRAMS = 32, 16  # of `clear_rest`
 LISTING = {"SLOTS": 128, "RUN": 256}  # of `list_blocks`
-FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
+FIX_UP_BLOCK = 64
 
 
 class Step(NamedTuple):
     """A compiled launch that later calls repeat, and the call's names of its pointers and of its tensor maps."""
 
-    launch: Ready
+    launch: CompiledLaunch
     pointers: list[str]
     maps: list[tuple[TensorMap, str]]
 
@@ -36,7 +37,8 @@ class Step(NamedTuple):
 class Launcher:
     """The launches of a plan: those before and after the main kernels, which subclasses launch in `main`."""
 
-    def __init__(self, plan: Plan, spec: Any, BM: int, D: int, value_columns: int) -> None:
+    def __init__(self, plan: Plan, target: Target, spec: Any, BM: int, D: int, value_columns: int) -> None:
+        self.processors = target.processors
         p = self.problem = config.unstrided(plan.problem)
         s = self.spec = spec
         self.BM = BM
@@ -88,7 +90,7 @@ class Launcher:
             self.relaunch(ready, at, t.dout.device)
         else:
             with torch.cuda.device(t.dout.device):
-                steps = self.first(given)
+                steps = self.compile_and_launch(given)
             if is_aligned(list(at.values()), t.dout.device) and None not in steps:
                 self.ready[key] = [step for step in steps if step is not None]
         if t.dsinks is not None:
@@ -149,14 +151,14 @@ class Launcher:
     ) -> Step | None:
         """Launches through Triton; returns what later calls repeat. `names` maps argument names to the call's."""
         maps: dict[Any, TensorMap] = {}
-        ready = kernel.first(grid, arguments, maps)
+        ready = kernel.compile_and_launch(grid, arguments, maps)
         if ready is None:
             return None
         names = names or {}
         described = [(x, names.get(x.name, x.name)) for x in maps.values()]
         return Step(ready, [names.get(x, x) for x in ready.pointers], described)
 
-    def first(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
+    def compile_and_launch(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
         """Launches through Triton."""
         p, s = self.problem, self.spec
         arguments = self.arguments(given)
@@ -176,7 +178,7 @@ class Launcher:
 
     def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
         """The non-finite fix-up."""
-        return [self.step(self.fix_up, (FIX_UP_PROGRAMS, 1), arguments)]
+        return [self.step(self.fix_up, (self.processors, 1), arguments)]
 
     def list_step(self, given: dict[str, Any], cu: str, table: str, block: int) -> Step | None:
         """Packed: lists outer blocks in `table`."""
@@ -209,10 +211,11 @@ class Launcher:
 @ByPlan
 def launcher_of(plan: Plan) -> Launcher:
     """The launcher of a plan."""
+    target = target_of(plan.problem.device)
     if config.is_wide(plan.problem):
         from .wide.launch import WideLauncher
 
-        return WideLauncher(plan)
+        return WideLauncher(plan, target)
     from .narrow_launch import NarrowLauncher
 
-    return NarrowLauncher(plan)
+    return NarrowLauncher(plan, target)

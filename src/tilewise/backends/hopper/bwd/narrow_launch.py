@@ -10,6 +10,7 @@ import torch
 from ....core.plan import Plan
 from ....core.tensors import BackwardTensors
 from ...gpu.kernel import Arguments, Kernel
+from ...gpu.target import Target
 from ..descriptors import descriptor, flat_descriptor, has_tiles, mask_descriptor, row_descriptor
 from . import config
 from .kernel import backward
@@ -24,17 +25,17 @@ COMBINE_ROWS = 16  # of `combine_splits`
 class NarrowLauncher(Launcher):
     """One kernel, with dQ accumulated in global memory."""
 
-    def __init__(self, plan: Plan, planes: int = 0) -> None:
+    def __init__(self, plan: Plan, target: Target, planes: int = 0) -> None:
         p = config.unstrided(plan.problem)
-        s = config.spec_of(p)
-        super().__init__(plan, s, s.BM, s.D, s.D)
+        s = config.spec_of(p, target)
+        super().__init__(plan, target, s, s.BM, s.D, s.D)
         self.cleans = s.guarded and config.cleans()
-        self.splits = config.splits_of(p)
+        self.splits = config.splits_of(p, target)
         self.planes = config.planes_of(p) * self.splits
         self.sizes |= {
             "planes": self.planes,
             "splits": self.splits if s.split else None,
-            "swizzle": planes or config.planes_at_once(p, s),
+            "swizzle": planes or config.planes_at_once(p, s, target),
             "SOFTCAP": s.softcap,
             "CONVERTS": s if s.converts else None,
         }
@@ -86,7 +87,7 @@ class NarrowLauncher(Launcher):
         p, s = self.problem, own["S"]
         programs = arguments["blocks"] * self.planes
         if s.persistent:
-            programs = min(programs, config.PROCESSORS)
+            programs = min(programs, self.processors)
         steps = [self.step(self.kernel, (programs, 1), own, names)]
         if not s.converts:
             steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments, names))

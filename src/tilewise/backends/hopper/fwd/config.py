@@ -36,7 +36,7 @@ class Config:
     producer_regs: int = 24
 
 
-FEW_QUERIES = 16  # up to so many queries a call is decode, which is memory-bound
+FEW_QUERIES = 16  # queries up to which a call is decode, which is memory-bound
 MANY_ROUNDS = 64  # work tiles of a program after which the last one matters little
 SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config_of`
 SHORT_CAUSAL = 4096  # keys up to which two programs per SM are faster there

@@ -14,9 +14,9 @@ import torch
 from ....core.plan import ByPlan, Plan
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
-from ...gpu.block_lists import NO_LISTS, BlockLister, Lister, Listing, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
+from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
 from ...gpu.semaphores import SPARE, Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
@@ -35,14 +35,14 @@ SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 class Launches(NamedTuple):
     """The compiled launches that later calls with the same strides repeat."""
 
-    ordering: Ready | None
-    prefill: Ready
-    fixup: Ready | None
+    ordering: CompiledLaunch | None
+    prefill: CompiledLaunch
+    fixup: CompiledLaunch | None
     listing: Listing | None
     maps: list[TensorMap]  # of all of these
 
 
-class Launcher(ByAddress):
+class Launcher(AddressLauncher):
     """The launches of a plan: what all its calls share."""
 
     SOURCES: ClassVar = {
@@ -94,18 +94,18 @@ class Launcher(ByAddress):
             "S": s,
         }
 
-    def first(self, t: Tensors, key: Any) -> None:
+    def compile_and_launch(self, t: Tensors, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
-        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
+        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.compile_and_launch(t)
         given = self.arguments(t, self.memory(t.q.device), lists)
         ordering = fixup = None
         maps: dict[Any, TensorMap] = {}
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
-            ordering = self.order.first((runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
-        attention = self.attention.first((self.programs, 1), given, maps)
+            ordering = self.order.compile_and_launch((runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
+        attention = self.attention.compile_and_launch((self.programs, 1), given, maps)
         if self.spec.guard:
-            fixup = self.fixup.first((self.fixup_programs, 1), self.fixup_arguments(t, given), maps)
+            fixup = self.fixup.compile_and_launch((self.fixup_programs, 1), self.fixup_arguments(t, given), maps)
         if key is not None and attention is not None:
             self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
 

@@ -18,7 +18,7 @@ from .spec import FEW, KEYS, LATENT, ROPE, ROWS, Spec
 MOST_QUERIES = 16
 TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
 # Tensor cores truncate when they accumulate: each of the 36 sums that make a score loses half a last bit of its size on
-# average, in all about so many last bits of the score (of 2^-24 of it).
+# average, in all about CUT_OFF last bits of the score (of 2^-24 of it).
 CUT_OFF = 8.0
 COMBINED = 4096  # elements that a program of `combine` holds at a time
 MOST_INSIDE = 32  # most fragments that one consumer combines

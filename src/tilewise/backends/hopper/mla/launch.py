@@ -9,7 +9,7 @@ import torch
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import Tensors
-from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
+from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
 from ...gpu.semaphores import Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
@@ -23,12 +23,12 @@ from .spec import LATENT, ROPE
 class Launches(NamedTuple):
     """The compiled launches that later calls with the same strides repeat."""
 
-    decode: Ready
-    combining: Ready | None
+    decode: CompiledLaunch
+    combining: CompiledLaunch | None
     maps: list[TensorMap]
 
 
-class Launcher(ByAddress):
+class Launcher(AddressLauncher):
     """The launches of a plan: what all its calls share."""
 
     # Tensors that no kernel reads (V is in K, offsets are those of the last positions) are listed too.
@@ -53,13 +53,15 @@ class Launcher(ByAddress):
             "chosen": p.selection.count if p.selection else 0, "per": p.q_len if p.selection else 1,
         }  # fmt: skip
 
-    def first(self, t: Tensors, key: object) -> None:
+    def compile_and_launch(self, t: Tensors, key: object) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
         c = self.config
         given = self.arguments(t, self.workspace(t.q.device))
         maps: dict[object, TensorMap] = {}
-        decode = self.decode.first((c.splits * c.tiles, 1), given, maps)
-        combining = self.combining.first((c.combiners, 1), given) if c.cut and not self.spec.inside else None
+        decode = self.decode.compile_and_launch((c.splits * c.tiles, 1), given, maps)
+        combining = None
+        if c.cut and not self.spec.inside:
+            combining = self.combining.compile_and_launch((c.combiners, 1), given)
         if key is not None and decode is not None:
             self.ready[key] = Launches(decode, combining, list(maps.values()))
 

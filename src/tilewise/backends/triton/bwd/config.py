@@ -8,7 +8,7 @@ from typing import Any
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, ceil_pow2, classifies, flags_of
 from ...gpu.target import INTERPRETER, Target
-from ..operands import operand
+from ..operands import is_float32, operand
 from .spec import BackwardConfig, BackwardSpec, Tile
 
 L2_SWIZZLE = 32 << 20  # bytes of rows that an L2 swizzle group may hold
@@ -109,12 +109,6 @@ def needed(problem: Problem, tile: Tile, side: str) -> int:
     size = 4 if is_float32(p) else 2
     total = (kept + tile.stages * step) * columns * size
     return total + size * tile.BQ * tile.BK + SCRATCH + WARP_SCRATCH * tile.warps
-
-
-def is_float32(problem: Problem) -> bool:
-    """Whether any product has float32 operands."""
-    p = problem
-    return len({p.q_dtype, p.k_dtype, p.v_dtype}) > 1 or DTYPE_NAMES[p.q_dtype] == "f32"
 
 
 def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> BackwardSpec:

@@ -27,7 +27,7 @@ from ....core.problem import MaskSpec, Problem
 from ....core.storage import as_bytes
 from ....core.tensors import BackwardTensors, Tensors
 from ....core.tile_map import TileMap
-from ...gpu.block_lists import NO_LISTS, Lister, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ...gpu.flags import rules_of, softcap_of
 from ...gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
 from ...gpu.semaphores import capturing
@@ -78,23 +78,23 @@ class Backward:
                     key = (*key, t.forward.tile_map.states.shape)
             ready = self.ready.get(key)
             if ready is None:
-                self.first(t, memory, key)
+                self.compile_and_launch(t, memory, key)
             else:
                 self.relaunch(t, given, ready)
             if t.dsinks is not None:
                 torch.sum(memory["DSINKS"], 0, out=t.dsinks)
 
-    def first(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
+    def compile_and_launch(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
         lists, listings = {}, {}
         for side, lister in self.listers.items():
-            lists[side], listings[side] = lister.first(of_side(t.forward, side))
+            lists[side], listings[side] = lister.compile_and_launch(of_side(t.forward, side))
         ready = []
         for kernel, grid, given in self.launches(t, memory, lists):
             side = "keys" if kernel.function is key_gradients else "queries"
-            ready.append((side, kernel.first(grid, given)))
+            ready.append((side, kernel.compile_and_launch(grid, given)))
             if (fixup := fixup_of(kernel)) is not None:
-                ready.append((side, fixup.first(grid, given)))
+                ready.append((side, fixup.compile_and_launch(grid, given)))
         if key is not None and all(launch for _, launch in ready) and not capturing():
             self.ready[key] = ready, listings
 

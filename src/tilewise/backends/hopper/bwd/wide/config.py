@@ -11,7 +11,7 @@ from .. import config
 from .spec import WideSpec
 
 MANY_PLANES = 8
-SECTION_BYTES = 20e6  # of inner rows that an L2 swizzle group shares
+L2_SWIZZLE = 20e6  # bytes of inner rows that an L2 swizzle group may hold
 
 
 def columns_of(problem: Problem) -> dict[str, int]:
@@ -101,7 +101,7 @@ def planes_at_once(problem: Problem, s: WideSpec) -> int:
         return 1
     planes = (p.heads if s.of_queries else p.kv_heads) * (1 if p.packed_q else p.batch)
     rows = (p.kv_len if s.of_queries else p.q_len * p.group) * (p.batch if p.packed_q else 1)
-    held = int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))
+    held = int(L2_SWIZZLE / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))
     if s.tail and s.hides_right and not s.hides_left and held < MANY_PLANES // 2:
         held = MANY_PLANES
     return max(1, min(planes, held))

@@ -11,6 +11,7 @@ import torch
 from .....core.plan import Plan
 from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
+from ....gpu.target import Target
 from ...descriptors import descriptor, flat_descriptor, row_descriptor
 from ..config import cleans, unstrided
 from ..launch import Launcher, Step
@@ -33,11 +34,11 @@ def names_of(s: WideSpec) -> dict[str, str]:
 class WideLauncher(Launcher):
     """dQ by one launch, dK and dV by another, or by one each."""
 
-    def __init__(self, plan: Plan, planes: int = 0) -> None:
+    def __init__(self, plan: Plan, target: Target, planes: int = 0) -> None:
         self.planes = planes
         self.specs = config.specs_of(unstrided(plan.problem))
         s = self.specs[0]
-        super().__init__(plan, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
+        super().__init__(plan, target, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
         self.sizes["SOFTCAP"] = s.softcap
         self.pre = Kernel(preprocess, num_warps=4 * s.chunks)
         self.kernel = Kernel(wide_backward)

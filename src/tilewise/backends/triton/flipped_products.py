@@ -1,4 +1,6 @@
-"""Quantised caches in decode: flipped (transposed) products, whose columns are the few rows of q."""
+"""Flipped (transposed) products of decode over quantised caches, whose columns are the few rows of q; and what decides
+on them: head packing, hidden cells, storage.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,13 @@ def pack_of(group: int, limit: int = 64) -> int:
     return max(n for n in range(1, min(group, limit) + 1) if group % n == 0)
 
 
-def own_queries(problem: Problem) -> int:
-    """Queries of a sequence that may share a tile: all, or those that share their indices."""
-    p = problem
-    return p.q_len if p.selection is None else min(p.q_len, p.selection.block)
-
-
 def hides(problem: Problem) -> bool:
     """Whether cells of a tile may be hidden: values under them must not affect a row, not even NaN."""
     return (
         problem.mask is not None
         or problem.tree
         or problem.biased
-        or (problem.rules.by_position and own_queries(problem) > 1)
+        or (problem.rules.by_position and problem.sharing_queries > 1)
     )
 
 
@@ -54,7 +50,7 @@ def flips(problem: Problem) -> bool:
     """
     p = problem
     wide = max(p.head_dim, p.value_dim)
-    few = pack_of(p.group) * own_queries(p) <= 8 and wide <= 256
+    few = pack_of(p.group) * p.sharing_queries <= 8 and wide <= 256
     return few and is_f16_quantised(p) and not hides(p)
 
 
@@ -76,7 +72,7 @@ def flipped_columns(problem: Problem) -> int:
     """
     p = problem
     small = p.k_format.group == 32
-    return 16 if small and 8 < pack_of(p.group) * own_queries(p) * pieces(p) <= 16 else 8
+    return 16 if small and 8 < pack_of(p.group) * p.sharing_queries * pieces(p) <= 16 else 8
 
 
 def row_groups(problem: Problem, c: Config) -> int:
@@ -86,4 +82,4 @@ def row_groups(problem: Problem, c: Config) -> int:
     """
     p = problem
     groups = pieces(p)
-    return groups if flips(p) and pack_of(p.group) * own_queries(p) * groups <= c.BM <= 16 else 1
+    return groups if flips(p) and pack_of(p.group) * p.sharing_queries * groups <= c.BM <= 16 else 1

@@ -1,6 +1,6 @@
 """Cascade attention in one launch: paged attention over a shared prefix and over each sequence's own keys, merged.
 
-Needs a backend with `run_pair`. Repeated pairs are in the call cache (`call_cache.py`).
+Needs a backend with `run_cascade`. Repeated cascades are in the call cache (`call_cache.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.options import Options
-from ..core.tensors import Shared
+from ..core.tensors import SharedPrefix
 from ..state import AttentionState
 from ..validation import calls
 from . import activity, call_cache, planner
@@ -21,7 +21,7 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, context
 
 
 def attend(
-    q: torch.Tensor, k: Any, v: Any, shared: Shared, tables: Tables, max_q: int, options: dict[str, Any]
+    q: torch.Tensor, k: Any, v: Any, shared: SharedPrefix, tables: Tables, max_q: int, options: dict[str, Any]
 ) -> AttentionState | None:
     """The merged state in the order of `q`; None if the caller has to make two calls and merge them.
 
@@ -30,13 +30,13 @@ def attend(
         tables: of each sequence's own keys, as in `paged_attention`.
         options: of `paged_attention`; `causal` and `sinks` do not apply to the shared keys.
     """
-    if not planner.runs_pairs(q.device):
+    if not planner.runs_cascades(q.device):
         return None
     backend = options.get("backend")
     planner.check_name(backend)
     args = (q, k, v, *tables, shared.q, *shared.tables)
     options = {**options, "max_q": max_q, "return_lse": True}
-    key = call_cache.key_of("pair", (*args, shared.max_q), options)
+    key = call_cache.key_of("cascade", (*args, shared.max_q), options)
     if (cached := call_cache.find(key)) is not None:
         return cached(args, options, shared)
     own, first = ({**options, "cu_seqlens_q": cu} for cu in (tables[2], shared.cu_seqlens))
@@ -44,12 +44,12 @@ def attend(
     a = calls.paged(shared.q, k, v, *shared.tables[:2], Options(**first))
     b = calls.paged(q, k, v, *tables[:2], Options(**own))
     shared_plan, plan = (planner.choose(c.problem, backend, torch.get_num_threads()) for c in (a, b))
-    run_pair = getattr(planner.load(plan.backend), "run_pair", None)
+    run_cascade = planner.optional(plan.backend, "run_cascade")
     empty = any(c.problem.is_empty or c.problem.copies for c in (a, b))
-    if shared_plan.backend != plan.backend or run_pair is None or empty:
+    if shared_plan.backend != plan.backend or run_cascade is None or empty:
         return None
-    run_pair(shared_plan, plan, b.tensors, shared)
+    run_cascade(shared_plan, plan, b.tensors, shared)
     activity.ran(plan)
-    call_cache.remember(key, args, options, b, plan, partial(run_pair, shared_plan))
+    call_cache.remember(key, args, options, b, plan, partial(run_cascade, shared_plan))
     assert b.lse is not None  # `return_lse` is on
     return AttentionState(b.out, b.lse)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
-from .core.options import Array, Options, RuleOptions
+from .options import Array, Options, RuleOptions
 
 if TYPE_CHECKING:
-    from .core.tile_map import TileMap
+    from .tile_map import TileMap
 
 Keys = Any  # an Array or a Quantised
 Layout = Literal["bhld", "blhd"]

@@ -15,7 +15,7 @@ from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact, list_blocks
 from .flags import DTYPE_NAMES, ceil_pow2, classifies
-from .kernel import Arguments, Kernel, Ready, stride_arguments
+from .kernel import Arguments, CompiledLaunch, Kernel, stride_arguments
 from .semaphores import capturing
 
 COMPACT_RUN = 256
@@ -62,7 +62,7 @@ class Lister:
         states = tile_map.retile((self.BM, self.BK)).states
         return states.expand(*states.shape[:3], -(-self.problem.kv_len // self.BK)).contiguous()
 
-    def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
+    def compile_and_launch(self, t: Tensors) -> tuple[Lists, Listing | None]:
         """The lists of a call's mask, and the launch by which later calls make theirs."""
         p, device = self.problem, t.q.device
         assert t.mask is not None
@@ -84,7 +84,7 @@ class Lister:
             given |= {"LIST": LIST, "RANK": RANK, "heads": H, "tiles": tiles, "n": n}
         else:
             kernel, given = self.compact, {"STATES": states, "LIST": LIST, "RANK": RANK, "n": n}
-        ready = kernel.first((rows, 1), given)
+        ready = kernel.compile_and_launch((rows, 1), given)
         lists = (LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n))
         return lists, None if ready is None else Listing(ready, self.classified or states is not None, rows, n)
 
@@ -117,13 +117,13 @@ class BlockLister:
         constants = {"QUERIES": block // BM, "KEYS": block // BK, "RUN": BLOCK_RUN, "CHUNK": chunk}
         self.kernel = Kernel(list_blocks, constants, num_warps=4)
 
-    def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
+    def compile_and_launch(self, t: Tensors) -> tuple[Lists, Listing | None]:
         """The lists of a call's indices, and the launch by which later calls make theirs."""
         H, tiles, n = self.heads, self.tiles, self.n
         rows = self.problem.batch * H * tiles
         LIST = torch.empty(rows * n, dtype=torch.int32, device=t.q.device)
         RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=t.q.device)
-        ready = self.kernel.first((rows, 1), self.arguments(t) | {"LIST": LIST, "RANK": RANK})
+        ready = self.kernel.compile_and_launch((rows, 1), self.arguments(t) | {"LIST": LIST, "RANK": RANK})
         lists = (LIST, RANK, (H * tiles, tiles if H > 1 else 0, 1, n))
         return lists, None if ready is None else Listing(ready, True, rows, n)
 
@@ -138,7 +138,7 @@ class BlockLister:
 class Listing:
     """The launch by address that makes the lists of later calls."""
 
-    def __init__(self, ready: Ready, reads: bool, rows: int, n: int) -> None:
+    def __init__(self, ready: CompiledLaunch, reads: bool, rows: int, n: int) -> None:
         self.ready, self.reads = ready, reads
         self.rank_at = -(-rows * n // 4) * 4  # a multiple of 16 bytes
         self.end = self.rank_at + rows * (n + 1)

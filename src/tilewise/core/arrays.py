@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
-from ..core.tracing import is_traced, is_transformed, is_wrapper, refuse_tangent
 from ..errors import InvalidArgument
+from .tracing import is_traced, is_transformed, is_wrapper, refuse_tangent
 
 _BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.float8_e4m3fn)}
 

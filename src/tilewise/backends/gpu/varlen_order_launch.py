@@ -7,7 +7,7 @@ import torch
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from .flags import ceil_pow2
-from .kernel import Arguments, Kernel, Ready
+from .kernel import Arguments, CompiledLaunch, Kernel
 from .varlen_order import sort_sequences
 
 
@@ -21,8 +21,8 @@ class Orderer:
         self.kernel = Kernel(sort_sequences, constants, num_warps=4)
 
     def names(self) -> tuple[str, str]:
-        """The tensors that it reads."""
-        return "cu_seqlens_q", "cu_seqlens_k" if self.varlen else "kv_lengths"
+        """The tensors that it reads, by the names of its arguments."""
+        return "CU_Q", "CU_K" if self.varlen else "KV_LENGTHS"
 
     def arguments(self, t: Tensors, ranks: torch.Tensor) -> Arguments:
         lengths = {"CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k if self.varlen else None}
@@ -32,7 +32,7 @@ class Orderer:
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(2 * self.problem.batch + 2, dtype=torch.int32, device=device)
 
-    def first(self, t: Tensors) -> tuple[torch.Tensor, Ready | None]:
+    def compile_and_launch(self, t: Tensors) -> tuple[torch.Tensor, CompiledLaunch | None]:
         """The order of a call's sequences, and the launch by address for later calls."""
         ranks = self.empty(t.q.device)
-        return ranks, self.kernel.first((1, 1), self.arguments(t, ranks))
+        return ranks, self.kernel.compile_and_launch((1, 1), self.arguments(t, ranks))
