@@ -28,7 +28,7 @@ from tilewise.compat.mask_patterns import make_mask
 from tilewise.compat.transformers import attention_forward
 from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.report import write_json
-from tilewise.tools.chat import answer
+from tilewise.tools.chat import Answer, Talk
 from tilewise.tools.embed import batch, embed
 from tilewise.tools.pretrained import minilm, smollm2
 
@@ -102,13 +102,16 @@ def show(what: str, record: dict[str, Any]) -> None:
         print(f"{what:28} {row:16} tilewise {ours:8.4f} s  SDPA {sdpa:8.4f} s  {record[f'ratio_of_{key}']:5.2f}x")
 
 
+def answer(model: Any, prompt: list[int], most: int) -> Answer:
+    """The next tokens, by the implementation that the model has now."""
+    return Talk(model, model.config._attn_implementation).answer(prompt, most)
+
+
 def smollm2_record(dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     model, tokenizer = smollm2(dtype)
     ids = tokenizer.encode(" ".join(WORDS * 40))[:PROMPT]
     assert len(ids) == PROMPT
-    made = compare(
-        model, lambda: answer(model, ids, NEW, end=None), lambda: answer(model, ids, PROFILED, end=None), repeats, 1
-    )
+    made = compare(model, lambda: answer(model, ids, NEW), lambda: answer(model, ids, PROFILED), repeats, 1)
     answers = made["results"]
     record = made["record"]
     record |= {

@@ -1,5 +1,7 @@
 """Files for those who come to the project: workflows, hooks and templates parse, and what they run exists."""
 
+import ast
+import importlib
 import re
 import runpy
 import shlex
@@ -12,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+SCRIPTS = sorted(file for name in ("benchmarks", "tools", "examples") for file in (ROOT / name).rglob("*.py"))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 YAML = [
     *WORKFLOWS,
@@ -156,3 +159,27 @@ def test_kernels_that_were_made_go_into_the_wheel(version, made, taken, tmp_path
     scope["ReadyKernels"]().initialize(version, data)
     assert data["force_include"] == ({str(folder): "tilewise/backends/cpu/prebuilt"} if taken else {})
     assert "tools/prebuilt_kernels.py build/prebuilt" in MAKE
+
+
+def imports(file):
+    """What a script imports from tilewise: modules and names. What it tries, for older versions, does not count."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tried = {id(x) for node in ast.walk(tree) if isinstance(node, ast.Try) for x in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in tried and (node.module or "").startswith("tilewise"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_what_scripts_import_exists():
+    found = {(str(file.relative_to(ROOT)), *name) for file in SCRIPTS for name in imports(file)}
+    assert len(found) > 200
+    missing = []
+    for file, module, name in sorted(found):
+        try:
+            loaded = importlib.import_module(module)
+            if not hasattr(loaded, name):
+                importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("tilewise"):  # others are packages that are not here
+                missing.append((file, module, name))
+    assert missing == []

@@ -60,17 +60,7 @@ def is_bf16_qk(p: Problem) -> bool:
 
 def is_decode(p: Problem) -> bool:
     """Whether all rows of a call take the decode mainloop."""
-    return p.group * own_rows(p) <= DECODE_ROWS or uses_bf16_dot_decode(p)
-
-
-def own_rows(p: Problem) -> int:
-    """Query rows of a sequence that may share a work item: with key indices, those that share a list."""
-    return p.q_len if p.selection is None else min(p.q_len, p.selection.block)
-
-
-def keys_of(p: Problem) -> int:
-    """Keys that a query row iterates over: all, or as many as its indices select."""
-    return p.kv_len if p.selection is None else p.selection.count * p.selection.block
+    return p.group * p.sharing_queries <= DECODE_ROWS or uses_bf16_dot_decode(p)
 
 
 def configure(p: Problem, threads: int, parts: int) -> Config:
@@ -80,13 +70,13 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     threads = threads_for(p, threads)
     batched = batched_heads(p, tiles, threads)
     split = split_keys(p, rows, keys, tiles * p.kv_heads // batched, threads, HEAD_BATCH_PIECES if batched > 1 else 4)
-    splits = -(-keys_of(p) // split) + 1 if split else 1
+    splits = -(-p.selected_keys // split) + 1 if split else 1
     bf16_dot = uses_bf16_dot_decode(p)
     decode_rows = EVERY_ROW if bf16_dot else DECODE_ROWS
     partial_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
     return Config(
         threads=threads,
-        tile_rows=rows if batched == 1 else max(rows, batched * own_rows(p)),  # room for all heads
+        tile_rows=rows if batched == 1 else max(rows, batched * p.sharing_queries),  # room for all heads
         tile_keys=keys,
         split_size=split,
         head_batch=batched,
@@ -107,7 +97,7 @@ def query_rows(p: Problem, threads: int, parts: int) -> int:
     most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
     if p.selection is not None:
-        return -(-own_rows(p) // -(-own_rows(p) // rows))
+        return -(-p.sharing_queries // -(-p.sharing_queries // rows))
     # By AVX-512 BF16 a row's bits depend on its tile, which then must not depend on the batch.
     if (not p.packed_q or p.q_len <= 1) and not uses_bf16_dot_decode(p):
         return even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, max(1, PANEL // p.group))
@@ -116,7 +106,7 @@ def query_rows(p: Problem, threads: int, parts: int) -> int:
 
 def row_tiles(p: Problem, rows: int) -> int:
     """The most tiles of `rows` query rows of a KV head."""
-    block = max(1, own_rows(p))
+    block = max(1, p.sharing_queries)
     tiles = -(-p.q_len // block) * -(-block // rows) * p.batch
     return min(tiles, -(-p.total_q // rows) + p.batch) if p.packed_q else tiles
 
@@ -124,10 +114,10 @@ def row_tiles(p: Problem, rows: int) -> int:
 def batched_heads(p: Problem, tiles: int, threads: int) -> int:
     """KV heads that a thread processes together: see `head_batch`."""
     shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # heads share pages or lists
-    if p.group * own_rows(p) > DECODE_ROWS or not shared or p.mask is not None or p.biased:
+    if p.group * p.sharing_queries > DECODE_ROWS or not shared or p.mask is not None or p.biased:
         return 1
-    row_bytes = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim)
-    return head_batch(p.kv_heads, row_bytes, tiles * max(1, keys_of(p) // 512), threads)
+    row_bytes = 4 * p.group * p.sharing_queries * (p.head_dim + p.value_dim)
+    return head_batch(p.kv_heads, row_bytes, tiles * max(1, p.selected_keys // 512), threads)
 
 
 def split_keys(p: Problem, rows: int, keys: int, tasks: int, threads: int, each: int) -> int:
@@ -135,10 +125,10 @@ def split_keys(p: Problem, rows: int, keys: int, tasks: int, threads: int, each:
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # for sequences of few rows, in any batch
     if not p.split_size and (is_decode(p) or every_row * 4 * padded_width(p) <= SPLIT_BYTES):
-        split = split_size(tasks, keys_of(p), threads, keys, each)
+        split = split_size(tasks, p.selected_keys, threads, keys, each)
     if p.selection is not None and rows > 1:  # lists are sorted in whole blocks
         split = -(-split // p.selection.block) * p.selection.block
-    return split if split < keys_of(p) else 0
+    return split if split < p.selected_keys else 0
 
 
 def backward_tile(p: Problem) -> tuple[int, int]:
@@ -224,7 +214,7 @@ def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
 
 def bytes_read(p: Problem) -> int:
     """Bytes of K and V that are read; of quantised ones, as wide as they are computed with. V in K counts once."""
-    keys = p.kv_len if p.selection is None else min(p.kv_len, -(-p.q_len // p.selection.block) * keys_of(p))
+    keys = p.kv_len if p.selection is None else min(p.kv_len, -(-p.q_len // p.selection.block) * p.selected_keys)
     values = 0 if p.v_in_k else p.value_dim * p.v_dtype.itemsize
     return p.batch * p.kv_heads * keys * (p.head_dim * p.k_dtype.itemsize + values)
 
@@ -251,7 +241,7 @@ THREAD_FLOPS, THREAD_BYTES = 4e6, 6e5
 def threads_for(p: Problem, threads: int) -> int:
     """Threads to use: as many as have enough work."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
-    flops = 2 * rows * p.heads * keys_of(p) * (p.head_dim + p.value_dim)
+    flops = 2 * rows * p.heads * p.selected_keys * (p.head_dim + p.value_dim)
     return max(1, min(threads, 1 + int(max(flops / THREAD_FLOPS, bytes_read(p) / THREAD_BYTES))))
 
 

@@ -55,7 +55,7 @@ def prepare(problem: Problem) -> Plan:
         "cpu",
         f"{'bf16 ' * params.bf16_dot}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
-        splits=-(-config.keys_of(p) // params.split_size) if params.split_size else 1,
+        splits=-(-p.selected_keys // params.split_size) if params.split_size else 1,
         workspace_bytes=template.scratch * threads + template.max_work_items * params.partial_bytes,
         detail=template,
     )
@@ -113,7 +113,7 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         block=0 if p.selection is None else p.selection.block,
-        max_selected=0 if p.selection is None else config.keys_of(p),
+        max_selected=0 if p.selection is None else p.selected_keys,
         rules=Rules(**p.rules.numbers()),
         **{name: getattr(p, name) for name in same},
         **tiles,
