@@ -532,3 +532,20 @@ def test_a_graph_that_cannot_be_says_which_argument_is_wrong(wrong):
     error = caught(wrong)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{type(error).__name__}.'{error.argument}'"):
         torch.compile(wrong, fullgraph=True, backend="eager")(**dense_args())
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "changes", "remedy"),
+    [
+        (attention, dense_args, {"k": randn(B, 3, Lk, D), "v": randn(B, 3, Lk, D)}, "needs layout='blhd'"),
+        (paged_attention, paged_args, {"k_pages": randn(6, 4, 3, D), "v_pages": randn(6, 4, 3, D)}, "pages are [num"),
+        (varlen_attention, varlen_args, {"cu_seqlens_q": ints(2, 3, 5)}, "these are offsets, not lengths"),
+        (attention, dense_args, {"kv_lengths": [7, 3]}, "torch.tensor(kv_lengths)"),
+        (attention, dense_args, {"q": randn(B, H, Lq, D).bfloat16()}, "convert k to torch.bfloat16, or q to"),
+    ],
+    ids=["heads", "pages", "offsets", "list", "dtype"],
+)
+def test_common_mistakes_have_a_remedy(function, arguments, changes, remedy):
+    with pytest.raises(InvalidArgument) as caught:
+        function(**(arguments() | changes))
+    assert remedy in str(caught.value).partition("; ")[2]

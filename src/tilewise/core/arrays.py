@@ -33,7 +33,8 @@ def to_tensor(name: str, x: Any) -> torch.Tensor:
         if _runs_backwards(x):  # torch would end the process
             raise InvalidArgument(name, f"strides {x.strides}", "none below 0", "hand in a contiguous copy")
         return torch.utils.dlpack.from_dlpack(x)
-    raise InvalidArgument(name, type(x).__name__, "a torch tensor, a NumPy array or an object with __dlpack__")
+    remedy = f"torch.tensor({name})" if isinstance(x, (list, tuple)) else ""
+    raise InvalidArgument(name, type(x).__name__, "a torch tensor, a NumPy array or an object with __dlpack__", remedy)
 
 
 def to_write(name: str, x: Any) -> torch.Tensor:

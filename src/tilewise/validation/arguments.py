@@ -111,9 +111,8 @@ class Checker:
                 remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
                 raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
             if data.dtype.itemsize > self.q.dtype.itemsize:
-                raise InvalidArgument(
-                    name, data.dtype, f"no wider than q's {self.q.dtype}", f"convert q to {data.dtype}"
-                )
+                remedy = f"convert {name} to {self.q.dtype}, or q to {data.dtype}"
+                raise InvalidArgument(name, data.dtype, f"no wider than q's {self.q.dtype}", remedy)
             stored = PLAIN[data.dtype]
         self.head_width(name, width)
         return Operand(self.unit_stride(name, self.common(data, form)), scales, stored, width)

@@ -190,7 +190,8 @@ def _check_keys(
         given, want = (tuple(x.data.shape[:3]) for x in (cv, ck))
         raise InvalidArgument(names[1], f"(batch or pages, heads, rows) = {given}", f"{want}, as {names[0]}")
     if Hkv == 0 or H % Hkv:
-        raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
+        forms = {"dense": "[B, L, H, D] needs layout='blhd'", "paged": "pages are [num_pages, page_size, Hkv, D]"}
+        raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}", forms.get(form, ""))
     as_size("the length of q", q_len)
     as_size(f"the length of {names[0]}", kv_len)
     if not (o.validate is None or isinstance(o.validate, bool)):

@@ -145,7 +145,8 @@ def check_cu_seqlens(
         return
     offsets = cu.tolist()
     if offsets[0] != 0:
-        raise InvalidArgument(f"{name}[0]", offsets[0], "0")
+        remedy = "these are offsets, not lengths: 0, then the sums of the lengths so far"
+        raise InvalidArgument(f"{name}[0]", offsets[0], "0", remedy)
     actual = 0
     for b, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
