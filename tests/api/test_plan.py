@@ -137,7 +137,7 @@ def test_words():
     text = str(plan(q[..., ::2], k[..., ::2], k, causal=True, window=9, sinks=torch.zeros(8), backend="torch"))
     for words in ("heads 8/2", "gqa 4", "causal", "window (8, None)", "sinks", "backend    torch", "D 32/64"):
         assert words in text, words
-    for words in ("bfloat16", "q: its last dim has stride 2", "k: its last dim", "GFLOP", "tiles", "workspace"):
+    for words in ("bfloat16", "q: its last dim has stride 2", "k: its last dim", "FLOP over", "tiles", "workspace"):
         assert words in text, words
     assert "\n" not in plan(q, k, k).summary()
 

@@ -81,7 +81,7 @@ class Plan:
         if self.cost is not None:
             c = self.cost
             lines += [
-                f"  work       {c.flops / 1e9:.3g} GFLOP over {c.cells:,} visible cells, {_size(c.bytes_moved)} moved",
+                f"  work       {_flops(c.flops)} over {c.cells:,} visible cells, {_size(c.bytes_moved)} moved",
                 f"  tiles      {c.tiles.skip:,} skipped, {c.tiles.full:,} full, {c.tiles.mixed:,} mixed",
             ]
         lines += [f"  copied     {copy}" for copy in p.copies]
@@ -104,6 +104,20 @@ class Plan:
 
 def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _flops(count: int) -> str:
+    """Operations in units that leave few digits.
+
+    >>> [_flops(n) for n in (52, 3328, 457_000_000, 10**12)]
+    ['52 FLOP', '3.33 KFLOP', '457 MFLOP', '1 TFLOP']
+    """
+    number = float(count)
+    for unit in ("", "K", "M", "G"):
+        if number < 1000:
+            return f"{number:.3g} {unit}FLOP"
+        number /= 1000
+    return f"{number:.4g} TFLOP"
 
 
 def _size(count: int) -> str:
