@@ -28,3 +28,10 @@ def pytest_collection_finish():
 def pytest_runtest_setup():
     """Each test draws the same numbers in every run, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+def pytest_runtest_teardown(item):
+    """A test that leaves gradients off fails itself, not those after it."""
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled, f"{item.nodeid} left torch's gradients off"

@@ -217,7 +217,8 @@ def test_a_closed_pipe_has_a_status_of_its_own():
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "tilewise", "plan", "--model", "smollm2"]
-    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    buffered = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(write)
     assert found.returncode == 141
     assert found.stderr == ""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from metal_sim import problem
+from metal_sim import problem, simulator
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import config, device, launch, params
 from tilewise.backends.metal.spec import BK, Config, Operand, operand, padded
@@ -140,7 +140,7 @@ def test_columns_are_filled_up_to_few_sizes():
 
 
 def test_workspace_is_what_the_plan_says():
-    with device.stand_in(lambda text: None, cores=10):
+    with simulator():
         plan = backend.plan(problem(device=torch.device("cpu"), q_len=1, heads=8, kv_heads=2, kv_len=4096))
         assert plan.splits > 1
         assert plan.workspace_bytes == 4 * 2 * 8 * plan.splits * 66

@@ -16,7 +16,7 @@ from ...validation import calls, values
 from ..caller_names import caller_names
 from .append import check_new_tokens, checked_tables, rotate_tokens, write_tokens
 from .inputs import FP8, Rows, descales, inputs, needs_inputs, second_query, stored
-from .options import NAMES, CacheLater, Later, WindowSize, one_table, translate
+from .options import NAMES, CacheLater, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,7 +30,6 @@ OF_CACHE = {
 Pages = tuple[()] | tuple[torch.Tensor, torch.Tensor]  # a block table and lengths, or none
 
 
-@torch.no_grad()
 @caller_names(**NAMES)
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -72,6 +71,9 @@ def flash_attn_with_kvcache(
     All arguments are checked before the cache is written. The other options are those of `flash_attn_func`. As in
     flash-attn, there are no gradients: the output does not require grad.
     """
+    # Not torch.no_grad: an error inside of a compiled graph would leave it on.
+    q, k_cache, v_cache = map(_detached, (q, k_cache, v_cache))
+    k, v, rotary_cos, rotary_sin, alibi_slopes = map(_detached, (k, v, rotary_cos, rotary_sin, alibi_slopes))
     if k is None and not (v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None):
         raise InvalidArgument("k", None, "new keys", "v, cu_seqlens_k_new and all of rotary_ come with k")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -81,7 +83,7 @@ def flash_attn_with_kvcache(
     table = _table(table, cache_batch_idx, len(k_cache), batch, cu_seqlens_q is not None, q.device)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = _lengths("cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
-    rest: Later = {**later, "num_splits": num_splits}
+    rest: Any = {name: _detached(x) for name, x in later.items()} | {"num_splits": num_splits}
     options: dict[str, Any] = translate(capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, rest)
     by_position = causal or options.get("window") is not None or options.get("chunk") is not None
 
@@ -122,6 +124,10 @@ def flash_attn_with_kvcache(
     else:
         result = _attend(q, k_cache, v_cache, pages, options)
     return (result.out, result.lse.transpose(-1, -2).contiguous()) if return_softmax_lse else result
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
 def _new_tokens(k: torch.Tensor, offsets: torch.Tensor | None, batch: int, device: torch.device) -> torch.Tensor | int:

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()  # here, where a closed pipe is expected
+        return status
     except (InvalidArgument, MissingPackage, Unsupported) as error:
         print(f"tilewise {args.command}: error: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
