@@ -115,6 +115,7 @@ def check(folder, log, most):
             with ThreadPoolExecutor(len(QUESTIONS)) as threads:
                 return list(threads.map(lambda q: text_of(asked(client, folder, q, most)), QUESTIONS))
 
+        assert [model.id for model in client.models.list()] == [str(folder)]
         assert ask_all() == wanted
         assert asked(client, folder, QUESTIONS[1], most, stream=False).choices[0].message.content == wanted[1]
         stream = asked(client, folder, "Count to a hundred.", 500)

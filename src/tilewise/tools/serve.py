@@ -2,13 +2,14 @@
 
 HTTP, scheduling, continuous batching and sampling are transformers'. tilewise is the attention that it loads by name
 (`compat.transformers.register_flash`). In addition, a prompt that cannot fit is refused (transformers would wait
-forever), and stopping leaves no thread behind.
+forever), /v1/models names the model that is served, and stopping leaves no thread behind.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
             """Called once, when the model has been loaded."""
             (loaded,) = self._model_manager.loaded_models.values()
             _limit_prompts(loaded.model, tokens, batchers)
+            # /v1/models: the one that is served. transformers lists the hub's cache, and fails if there is none.
+            served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": ""}
+            self._model_manager.get_gen_models = lambda cache_dir=None: [served]
             self.server.config.timeout_graceful_shutdown = GRACE
             super().start_server()
 
