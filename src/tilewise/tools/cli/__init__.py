@@ -45,7 +45,8 @@ def _run(args: argparse.Namespace) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         status = run(args)
-        sys.stdout.flush()  # here, where a closed pipe is expected
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a closed pipe is expected
         return status
     except (InvalidArgument, MissingPackage, Unsupported) as error:
         print(f"tilewise {args.command}: error: {error}", file=sys.stderr)
