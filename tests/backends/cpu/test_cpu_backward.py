@@ -13,7 +13,6 @@ from tilewise.testing.gradients import check_gradients, make_gradients
 
 class TestCpuBackward(BackwardConformance):
     backend = "cpu"
-    refused = ("indices", "positions")
 
 
 FEW_SEE = {"window": 24, "softcap": 1e30, "offset": -536870712, "mask": "bhqk", "mask_kind": "f32", "pattern": "rows"}
@@ -50,6 +49,8 @@ def threads():
         Case(B=2, H=2, Lq=300, D=32, window=(100, 50), sinks=True, alibi="h"),
         Case(B=3, Hkv=1, form="varlen", q_lengths=(300, 1, 200), lengths=(300, 290, 200), causal=True, dtype="f16"),
         *(Case(B=2, H=2, Lq=200, Lk=300, D=32, mask=dims, mask_kind="f32") for dims in ("qk", "bhq1", "h1k")),
+        Case(B=1, H=4, Hkv=1, Lq=130, Lk=700, D=40, indices="90", causal=True),
+        Case(B=1, H=4, Hkv=2, Lq=300, Lk=700, D=64, indices="h5", block=48, dtype="bf16"),
     ],
     ids=str,
 )
@@ -84,12 +85,12 @@ def test_bf16_over_several_blocks_of_keys(case):
     check_gradients(case, "cpu")
 
 
-@pytest.mark.parametrize("name", ["backward", "schedule_backward", "delta"])
+@pytest.mark.parametrize("name", ["backward", "backward selected", "schedule_backward", "delta"])
 def test_kernels_are_kept(name):
     """`tilewise warmup` compiles them ahead, and they are found on disk then."""
     assert name in compiler.KERNELS
     compiler.kernel(name)
-    assert list(cache_directory().glob(f"{name}.*.o"))
+    assert list(cache_directory().glob(f"{compiler.symbol(name)}.*.o"))
 
 
 def test_default_dtype_does_not_matter():
@@ -104,3 +105,43 @@ def test_default_dtype_does_not_matter():
         torch.set_default_dtype(torch.float32)
     for name, x in plain.items():
         assert torch.equal(x, other[name]), name
+
+
+SPARSE = [
+    Case(B=1, H=3, Lq=40, Lk=900, D=64, indices="200", dtype=t, alibi="h", softcap=9.0, causal=True)
+    for t in ("f32", "bf16")
+]  # several key blocks, and rows of a tile with lists of their own
+SPARSE += [
+    Case(B=1, H=4, Hkv=2, Lq=150, Lk=900, D=72, indices="h4", block=n, dtype="bf16", window=(300, 9)) for n in (24, 100)
+]
+SPARSE += [
+    Case(B=2, H=2, Lq=50, Lk=450, D=32, indices="7", block=16, mask=dims, mask_kind="f32", q_bias="bh", k_bias="1h")
+    for dims in ("bhqk", "qk", "hq1", "b11k")
+]
+SPARSE += [Case(B=1, H=2, Lq=50, Lk=450, D=32, indices="90", mask="bhqk", mask_kind="bf16", dtype="bf16")]
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=str)
+def test_selected_keys_of_several_blocks(case):
+    check_gradients(case, "cpu")
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_what_is_not_validated_reads_and_writes_no_other_memory(block):
+    """Repeated indices count once, and those of no key are ignored: a list has never more entries than a block keys."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 40, 32) for _ in range(4))
+    blocks = -(-40 // block)
+    indices = torch.randint(blocks, (1, blocks, 3), dtype=torch.int32)
+    name = {"key_indices": indices} if block == 1 else {"block_indices": indices, "block_size": block}
+    own = indices.sort(-1).values
+    own[..., 1:][own[..., 1:] == own[..., :-1]] = -1  # each once
+    once = {**name, next(iter(name)): own}
+    out, lse = attention(q, k, v, return_lse=True, **once)
+    right = attention_backward(q, k, v, out, lse, dout, backend="cpu", **once)
+    wild = torch.tensor([2**31 - 1, -(2**31), blocks, -1], dtype=torch.int32).expand(1, blocks, 4)
+    many = torch.cat([indices.repeat(1, 1, 300), wild], -1)
+    name = {**name, next(iter(name)): many}
+    found = attention_backward(q, k, v, out, lse, dout, backend="cpu", validate=False, **name)
+    for which, one, other in zip(("dq", "dk", "dv"), found, right, strict=False):
+        assert torch.equal(one, other), which

@@ -20,8 +20,6 @@ from ...core.problem import (
     Problem,
     WriteProblem,
     no_alibi_by_tree,
-    no_positions,
-    no_selection,
     other_formats,
 )
 from ...core.tensors import BackwardTensors, SharedPrefix, Tensors
@@ -78,7 +76,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or no_selection(problem) or no_positions(problem)
+    return supports(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ...core import large_lse
 from ...core.plan import Plan
-from ...core.problem import Problem
+from ...core.problem import Problem, Selection
 from ...core.tensors import BackwardTensors, Tensors
 from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
@@ -31,7 +32,7 @@ def prepare(problem: Problem) -> Plan:
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
     params.gradients, params.yield_thread = ctypes.addressof(gradients), yield_thread()
     bf16 = config.backward_in_bf16(p)
-    params.worker = compiler.function("backward bf16" if bf16 else "backward")
+    params.worker = compiler.function("backward" + " selected" * (p.selection is not None) + " bf16" * bf16)
     scratch = backward_scratch_bytes(params)
     most = p.batch * p.kv_heads * -(-p.kv_len // keys)
     items = schedule_items(params, most, "schedule_backward") if same_items(p) else None
@@ -67,6 +68,8 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
             write_sinks(t, b.dsinks, -b.dlse)
         return
     check_tables(p, t)
+    if p.selection is not None:
+        t = replace(t, key_indices=sorted_indices(p.selection, t.key_indices))
     params, kept = make_params(plan, t)
     g = Gradients.from_buffer_copy(template.gradients)
     params.gradients = ctypes.addressof(g)
@@ -105,13 +108,20 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
     if b.dk_bias is not None:
         put_tensor(g, "dk_bias", b.dk_bias.zero_())
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
-    launcher((params,), template.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
+    launcher((params,), template.scratch, [kept, g, delta, t])(t.q, t.k, t.v, t.out, t.lse)
     if slopes is not None and b.dalibi_slopes is not None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
     if rows is not None and b.dq_bias is not None:
         torch.sum(rows, 0, out=b.dq_bias)
     if b.dmask is not None and mask is not None and mask is not b.dmask:
         b.dmask.copy_(mask.sum(0))
+
+
+def sorted_indices(selection: Selection, indices: torch.Tensor | None) -> torch.Tensor:
+    """Each list of key or block indices in ascending order. What heads share is sorted once."""
+    assert indices is not None
+    own = indices if selection.by_head else indices[:, :1]
+    return own.sort(-1).values.expand_as(indices)
 
 
 def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:

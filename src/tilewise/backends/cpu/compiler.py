@@ -116,8 +116,8 @@ KERNELS = [
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_sdot() for what in ("sdot_qk", "sdot_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
-    *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
-    *(("backward bf16", "bf16_qk", "bf16_pv", "qk bf16_dot") if has_bf16() else ()),
+    *("append", "cascade", "map_rows", "schedule_backward", "backward", "backward selected", "delta"),
+    *(("backward bf16", "backward selected bf16", "bf16_qk", "bf16_pv", "qk bf16_dot") if has_bf16() else ()),
 ]
 
 

@@ -139,7 +139,19 @@ def backward_tile(p: Problem) -> tuple[int, int]:
     """
     sizes = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
     enough = (n for n in sizes if p.batch * p.kv_heads * -(-p.kv_len // n) >= BACKWARD_ITEMS)
-    return max(1, BACKWARD_ROWS // p.group), next(enough, sizes[-1])
+    return backward_rows(p), next(enough, sizes[-1])
+
+
+def backward_rows(p: Problem) -> int:
+    """Query rows of each head in a tile of the backward pass. With indices those that share a list, as far as they fill
+    a vector: rows of other lists visit the keys of all of them.
+    """
+    rows = max(1, BACKWARD_ROWS // p.group)
+    if p.selection is None:
+        return rows
+    block = p.selection.block
+    shared = next(n for n in range(min(rows, block), 0, -1) if block % n == 0)
+    return max(shared, W // p.group)
 
 
 def backward_in_bf16(p: Problem) -> bool:

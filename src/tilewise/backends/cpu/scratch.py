@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_jitable
 
-from .codegen.numba_ops import jit
+from .codegen.numba_ops import ONE, jit
 from .codegen.vector import I64, W
 from .config import DECODE_ROWS, DECODE_TILE_KEYS, HEAD_BATCH_BYTES, PREFETCH_BYTE_KEYS
 from .gemm.amx import BLOCK
@@ -35,7 +35,8 @@ AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scr
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "selected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv",
+    "selected marks unselected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv "
+    "block_dk block_dv",
 )
 
 
@@ -98,8 +99,8 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
     )
 
 
-def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
-    """Bytes of each part, for the backward pass."""
+def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, selected):
+    """Bytes of each part, for the backward pass. `selected`: 1 with key indices, else 0."""
     rows = round_up(heads // kv_heads * tile_rows, PANEL)
     D, Dv, keys = round_up(head_dim, W), round_up(value_dim, W), round_up(tile_keys, KEYS)
     each_row, cells = 4 * rows, 4 * keys * rows
@@ -120,7 +121,9 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         mask_rows=4 * W * (keys + W),
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
-        selected=0,
+        selected=selected * SELECTED_BYTES * keys,  # see `mainloop/backward_selected.py`, as the next two
+        marks=selected * 4 * keys,
+        unselected=selected * cells,  # [vectors of rows, keys, W]
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
@@ -135,12 +138,15 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         values=4 * keys * Dv,
         dk=4 * keys * D,
         dv=4 * keys * Dv,
+        block_dk=selected * 4 * keys * D,  # of all keys of a block, where dk and dv are those of selected ones
+        block_dv=selected * 4 * keys * Dv,
     )
 
 
 def backward_scratch_bytes(p):
     """Bytes of a thread's scratch memory in a backward pass with these `Params`."""
-    sizes = backward_sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
+    cut = p.tile_rows, p.tile_keys, min(p.max_selected, 1)
+    sizes = backward_sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
 
@@ -202,7 +208,8 @@ def partition(p, base):
 @jit
 def partition_backward(p, base):
     """Likewise in the backward pass."""
-    sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
+    cut = p.tile_rows, p.tile_keys, min(p.max_selected, ONE)
+    sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
 
 

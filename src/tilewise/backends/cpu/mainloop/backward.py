@@ -5,7 +5,8 @@ A tile is a block of BK keys and BQ rows of each head of the group. Its cells ar
     s  [BK, R] = K Q^T        P = exp(s - lse)            dV [BK, Dv] += P dO
     dP [BK, R] = V dO^T       dS = P (dP - delta)         dK [BK, D]  += dS Q         dQ [R, D] += dS^T K
 
-dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks: a
+dK and dV of the block stay in scratch memory until its last tile. With key indices a tile computes only the keys that
+its rows select (`backward_selected.py`). dQ is summed in float32 in the order of key blocks: a
 block waits for its turn at each tile of rows, so the bits do not depend on threads. Threads take blocks in that order,
 interleaved with those of other heads, so a thread seldom waits. The last block of a tile writes its dq.
 
@@ -42,6 +43,7 @@ from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_cells import dot_minus
 from .backward_fp32 import FP32
+from .backward_selected import add_to_block, list_tile_keys
 from .backward_tile import Tile, differentiate, init_tile_rows, list_blocks
 from .mask import read_states
 
@@ -72,6 +74,8 @@ def rows_seeing(p, block, kv_len, positions, q_len):
 
     With strides there may be none: both are then the row after which the block's keys are.
     """
+    if positions.tree:  # spans of keys need not move right from row to row
+        return ZERO, q_len
     start = block * p.tile_keys
     end = min(start + p.tile_keys, kv_len)
     return query_span(p, positions, start, q_len)[0], query_span(p, positions, end - 1, q_len)[1]
@@ -120,11 +124,15 @@ def delta(params, scratch):
         index = fetch_add(p.gradients + NEXT_ROWS)
 
 
-def mainloop(gemm):
-    """`fn(params, scratch)`, a thread's main function, for a policy of `backward_products.py`."""
-    _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
+def mainloop(gemm, selected):
+    """`fn(params, scratch)`, a thread's main function, for a policy of `backward_products.py`.
 
-    @policy_jit(gemm.name)
+    `selected`: for calls with key indices.
+    """
+    name, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
+    suffix = f"{name}_selected" if selected else name
+
+    @policy_jit(suffix)
     def add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped):
         """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
@@ -148,29 +156,71 @@ def mainloop(gemm):
             to = g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_l
             store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
 
-    @policy_jit(gemm.name)
+    @policy_jit(suffix)
+    def add_tile(p, g, t, tile, R, ld):
+        """Adds a tile to dK and dV, and computes dS for dQ. Its keys are loaded."""
+        count = tile.end - tile.start
+        init_tile_rows(p, g, t, tile, R)
+        load_rows(p, g, t, tile, R)
+        list_blocks(t, tile, R, count)
+        if not cells(p, t, tile, R, ld, count):
+            factor = dots(p, t, tile, R, ld, count)
+            differentiate(p, g, t, tile, R, ld, count, factor)
+            pack_cells(t, ld, count)
+        if g.dv:
+            add_values(p, t, ld, count)
+        if g.dk:
+            add_keys(p, t, ld, count)
+
+    @policy_jit(suffix)
     def row_tile(p, g, t, tile, finite_keys):
         """A tile of rows: adds to dK and dV, and in turn to dQ."""
-        count = tile.end - tile.start
         R = p.heads // p.kv_heads * tile.rows
         ld = up(R, PANEL)
         _, skipped = read_states(p, tile, t.states, tile.start, tile.end)
         if not skipped:
-            init_tile_rows(p, g, t, tile, R)
-            load_rows(p, g, t, tile, R)
-            list_blocks(t, tile, R, count)
-            if not cells(p, t, tile, R, ld, count):
-                factor = dots(p, t, tile, R, ld, count)
-                differentiate(p, g, t, tile, R, ld, count, factor)
-                pack_cells(t, ld, count)
-            if g.dv:
-                add_values(p, t, ld, count)
-            if g.dk:
-                add_keys(p, t, ld, count)
+            add_tile(p, g, t, tile, R, ld)
         if g.dq:
             add_to_queries(p, g, t, tile, finite_keys, R, ld, skipped)
 
-    @policy_jit(gemm.name)
+    @policy_jit(suffix)
+    def selected_row_tile(p, g, t, tile, finite_keys):
+        """The same over the keys that the rows select."""
+        D, Dv, R = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads * tile.rows
+        ld = up(R, PANEL)
+        count = list_tile_keys(p, t, tile)
+        own = Tile(tile.b, tile.head, tile.row, tile.rows, ZERO, count, tile.block)
+        if count:
+            read_states(p, tile, t.states, tile.start, tile.end)  # with indices no tile is skipped
+            at = kv_location(p, tile, sequence(p, tile.b)[2], t.selected)
+            finite_keys = load_keys(p, t, at, ZERO, count)
+            clear(t.dk, up(count, KEYS) * D)
+            clear(t.dv, up(count, KEYS) * Dv)
+            add_tile(p, g, t, own, R, ld)
+            if g.dv:
+                add_to_block(t, own, tile.start, t.dv, t.block_dv, Dv)
+            if g.dk:
+                add_to_block(t, own, tile.start, t.dk, t.block_dk, D)
+        if g.dq:
+            add_to_queries(p, g, t, own, finite_keys, R, ld, count == 0)
+
+    visit = selected_row_tile if selected else row_tile
+
+    @policy_jit(suffix)
+    def begin_block(p, t, whole, kv_start):
+        """Loads K and V of a block and clears its sums; returns K without non-finite values, and the sums of dK and dV.
+        With key indices each tile of rows loads its own keys.
+        """
+        dk, dv, finite_keys, count = t.dk, t.dv, t.keys, whole.end - whole.start
+        if selected:
+            dk, dv = t.block_dk, t.block_dv
+        else:
+            finite_keys = load_keys(p, t, kv_location(p, whole, kv_start, ZERO), whole.start, count)
+        clear(dk, up(count, KEYS) * up(p.head_dim, W))
+        clear(dv, up(count, KEYS) * up(p.value_dim, W))
+        return finite_keys, dk, dv
+
+    @policy_jit(suffix)
     def key_block(p, g, t, b, head, block):
         """A block of keys of one KV head: its dK and dV, and its share of dQ and of the other gradients."""
         _, q_len, kv_start, kv_len, offset = sequence(p, b)
@@ -180,26 +230,23 @@ def mainloop(gemm):
             return
         D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
         whole = Tile(b, head, ZERO, q_len, start, end, block)
-        at = kv_location(p, whole, kv_start, ZERO)
-        count = end - start
-        finite_keys = load_keys(p, t, at, start, count)
-        clear(t.dk, up(count, KEYS) * D)
-        clear(t.dv, up(count, KEYS) * Dv)
+        finite_keys, dk, dv = begin_block(p, t, whole, kv_start)
         for h in range(group):
             put_f32(t.slope_sums + 4 * h, F(0))
         first, last = rows_seeing(p, block, kv_len, affine(p, b, offset), q_len)
         for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
             tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
             if first < row + tile.rows:  # else no row is that far
-                row_tile(p, g, t, tile, finite_keys)
-        for j in range(count):
+                visit(p, g, t, tile, finite_keys)
+        kv_row = kv_location(p, whole, kv_start, ZERO).b
+        for j in range(end - start):
             token = kv_start + start + j
             if g.dk:
-                to = g.dk + at.b * g.dk_b + head * g.dk_h + token * g.dk_l
-                store_row(to, p.k_dtype, t.dk + 4 * j * D, p.head_dim, F(p.scale))
+                to = g.dk + kv_row * g.dk_b + head * g.dk_h + token * g.dk_l
+                store_row(to, p.k_dtype, dk + 4 * j * D, p.head_dim, F(p.scale))
             if g.dv:
-                to = g.dv + at.b * g.dv_b + head * g.dv_h + token * g.dv_l
-                store_row(to, p.v_dtype, t.dv + 4 * j * Dv, p.value_dim, F(1))
+                to = g.dv + kv_row * g.dv_b + head * g.dv_h + token * g.dv_l
+                store_row(to, p.v_dtype, dv + 4 * j * Dv, p.value_dim, F(1))
         if g.dslopes:
             for h in range(group):
                 to = g.dslopes + block * g.dslopes_j + b * g.dslopes_b + (head * group + h) * g.dslopes_h
@@ -220,9 +267,9 @@ def mainloop(gemm):
     return backward
 
 
-backward = mainloop(FP32)
+backward = mainloop(FP32, selected=False)
+KINDS = {"bf16": (BF16, False), "selected": (FP32, True), "selected bf16": (BF16, True)}
 
 
-def backward_function(dtype):
-    assert dtype == "bf16"
-    return mainloop(BF16)
+def backward_function(kind):
+    return mainloop(*KINDS[kind])

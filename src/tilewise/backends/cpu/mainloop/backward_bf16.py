@@ -30,6 +30,7 @@ from .backward_cells import (
 )
 from .backward_fp32 import dout_at, transpose_rows
 from .backward_products import Policy, blocked_products
+from .backward_selected import has_several_lists
 from .prefill_fp32 import DOT_LENGTH
 from .rows import sees_all
 from .scores import bias_scores, scale_in_softmax, softmax_scale
@@ -127,6 +128,8 @@ def cells_bf16(p, t, tile, R, ld, count):
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
     if not scale_in_softmax(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
+        return False
+    if has_several_lists(p, tile):
         return False
     for panel in range(0, ld, PANEL):
         q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv

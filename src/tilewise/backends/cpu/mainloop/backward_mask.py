@@ -7,11 +7,22 @@ is broadcast over keys: each has a sum of its own.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from ..codegen.load_store import get_f32, put_f32, row_add, transpose
+from ..codegen.load_store import get_f32, put_f32, put_one, row_add, transpose
 from ..codegen.numba_ops import ZERO, F, jit, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
 from .backward_cells import sum_keys
+from .selected_keys import selected_key
+
+
+@jit
+def add_numbers(p, t, to, source, key, count):
+    """Adds `count` numbers to those of keys from `key` on, the first of which is at `to`."""
+    whole = ZERO if p.indices else count // W * W
+    row_add(to + 4 * key, source, whole, F(1))
+    for j in range(whole, count):
+        at = to + 4 * (selected_key(t.selected, key + j) if p.indices else key + j)
+        put_f32(at, get_f32(at) + get_f32(source + 4 * j))
 
 
 @jit
@@ -30,15 +41,16 @@ def add_mask(p, g, t, tile, ds, ld, first, R, key, count):
         if g.dmask_block:
             to += tile.block * g.dmask_block
             put_f32(to, get_f32(to) + get_f32(t.mask_columns + 4 * (r - first)))
+        elif p.indices and not g.dmask_sum:
+            for j in range(count):
+                cell = to + selected_key(t.selected, key + j) * g.dmask_k
+                put_one(cell, g.dmask_dtype, ZERO, get_f32(source + 4 * j))
         elif not g.dmask_sum:  # each cell is written once, rounded
             store_row(to + key * g.dmask_k, g.dmask_dtype, source, count, F(1))
         elif g.dmask_q == 0 and r + 1 < min(first + W, R) and (r + 1) % n:
             row_add(source + 4 * width, source, width, F(1))  # summed with the next row, of the same cells
         else:
-            whole = count // W * W
-            row_add(to + 4 * key, source, whole, F(1))
-            for j in range(whole, count):
-                put_f32(to + 4 * (key + j), get_f32(to + 4 * (key + j)) + get_f32(source + 4 * j))
+            add_numbers(p, t, to, source, key, count)
 
 
 @jit
@@ -56,13 +68,10 @@ def add_bias(p, g, t, tile, ds, ld, first, R, key, count):
     if g.dk_bias:
         for j in range(0, width, W):  # what it reads behind the last key is not used
             transpose(t.mask_rows + 4 * j, width, ds + 4 * j * ld, ld)
-        base = g.dk_bias + (ZERO if p.cu_k else tile.b) * g.dk_bias_b + 4 * (kv_start + key)
+        base = g.dk_bias + (ZERO if p.cu_k else tile.b) * g.dk_bias_b + 4 * kv_start
         for r in range(first, min(first + W, R)):
             source = t.mask_rows + 4 * (r - first) * width
             if r + 1 < min(first + W, R) and (r + 1) % n:
                 row_add(source + 4 * width, source, width, F(1))  # summed with the next row, of the same head
             else:
-                to, whole = base + (tile.head * group + r // n) * g.dk_bias_h, count // W * W
-                row_add(to, source, whole, F(1))
-                for j in range(whole, count):
-                    put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(source + 4 * j))
+                add_numbers(p, t, base + (tile.head * group + r // n) * g.dk_bias_h, source, key, count)

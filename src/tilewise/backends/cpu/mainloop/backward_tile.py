@@ -6,16 +6,19 @@ from __future__ import annotations
 from collections import namedtuple
 
 from ..codegen.load_store import clear, get_f32, get_i64, put_f32, put_i64
-from ..codegen.numba_ops import INF, ZERO, F, jit, up
+from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
 from ..kv_access import affine, key_span, sequence
 from .backward_cells import add_distances, multiply_cells, probs_full, probs_masked, softcap_derivative
 from .backward_mask import add_bias, add_mask
+from .backward_selected import hide_unselected
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
+from .selected_keys import first_entry, selected_key
 
-# Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
+# Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them; with indices,
+# keys may be entries of the tile's list (`backward_selected.py`)
 Tile = namedtuple("Tile", "b head row rows start end block")
 
 
@@ -34,7 +37,10 @@ def init_tile_rows(p, g, t, tile, R):
         for i in range(n):
             token = q_start + tile.row + i
             lo, hi = key_span(p, positions, tile.row + i, kv_len)
-            lo, hi = max(lo, tile.start), min(hi, tile.end)
+            if p.indices:
+                lo, hi = first_entry(t, tile.end, lo), first_entry(t, tile.end, hi)
+            else:
+                lo, hi = max(lo, tile.start), min(hi, tile.end)
             lse = get_f32(lses + token * p.lse_l)
             if lo >= hi or abs(lse) == INF:
                 lo, hi = ZERO, ZERO
@@ -79,13 +85,20 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
         scale_scores(p, s, ld, n)
         if p.softcap > 0:
             softcap_derivative(s, t.dcap + at, ld, n, cap)
-        if bias_scores(p, t, tile, s, ld, first, R, key, n):
+        hiding = bias_scores(p, t, tile, s, ld, first, R, key, n)
+        if p.indices:
+            hiding |= hide_unselected(p, t, tile, s, ld, first, key, n)
+        if hiding:
             probs_masked(s, ds, ld, n, m, l, factor)
         else:
             probs_full(s, ds, ld, n, m, l, factor)
         if g.dslopes:
-            stride = affine(p, tile.b, ZERO).k_stride
-            add_distances(ds, ld, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
+            stride, sums, positions = affine(p, tile.b, ZERO).k_stride, t.distances + 4 * first, t.positions + 4 * first
+            if p.indices:
+                for j in range(n):
+                    add_distances(ds + 4 * j * ld, ld, ONE, sums, positions, selected_key(t.selected, key + j), stride)
+            else:
+                add_distances(ds, ld, n, sums, positions, key, stride)
         if g.dq_bias or g.dk_bias:
             add_bias(p, g, t, tile, ds, ld, first, R, key, n)
         if g.dmask:
