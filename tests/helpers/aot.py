@@ -20,6 +20,7 @@ from assembler import Assembled, assembled, kept_of, stages_of
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
+from tilewise.backends.triton.bwd.dense_mask import masked_problem
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Launcher
@@ -247,8 +248,9 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
 
 def kernels_for(p: Problem, target: Target, config: Any = None) -> Iterator[tuple[Kernel, dict[str, Any]]]:
     """The kernels of a backward pass on a device, each followed by its fix-up, with their arguments."""
-    backward = Backward(Plan(p, "triton", "", (64, 64)), config or bwd_config.config(p, target), target)
-    t = backward_tensors_of(p)
+    config = config or bwd_config.config(masked_problem(p), target)
+    backward = Backward(Plan(p, "triton", "", (64, 64)), config, target)
+    t = backward.with_mask(backward_tensors_of(p))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))
     for kernel, _, given in backward.launches(t, backward.memory(t), lists):

@@ -27,18 +27,19 @@ from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, pro
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import amd, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
-from tilewise.core.problem import GRADS
+from tilewise.backends.triton.bwd import dense_mask
+from tilewise.core.problem import GRADS, Selection
+from tilewise.core.tensors import sequences
+from tilewise.reference import visible_cells
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
+from tilewise.testing.gradients import make_gradients
 
 LONG = ("L1023", "Lk5000", "Lk1000", "L255", "L150", "Lk700", "Lk900")
 # Four rows, of which torch gets all scores right to a quarter of an ulp: twice that is less than rounding them takes.
 LUCKY = ("Hkv2-L1-Lk31-D64",)
-INTERPRETED = [
-    c
-    for c in GRADIENTS
-    if not (c.indices or c.positions) and not any(word in str(c) for word in ("bf16", *LONG, *LUCKY))
-]
+REFUSED = [c for c in GRADIENTS if (c.indices or c.positions) and c.mask and c.mask_kind != "bool"]
+INTERPRETED = [c for c in GRADIENTS if c not in REFUSED and not any(word in str(c) for word in ("bf16", *LONG, *LUCKY))]
 FIRST = 13  # cases of the sample, which have every option; `make test` runs these
 SHARES = 20  # of the cases that are not in the sample, about half a minute each
 RUN = """
@@ -153,6 +154,34 @@ for case, owner, changes in (
 """
 
 
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_gradients_of_masks_with_indices_or_positions_are_left_to_torch(case):
+    made = make_gradients(case).call.problem
+    assert "no gradient of a mask" in dense_mask.refusal(made)
+    assert dense_mask.refusal(replace(made, grads=("q", "k", "v", "sinks"))) is None
+
+
+def test_a_dense_mask_that_would_take_too_much_memory_is_refused():
+    long = backward(64, selection=Selection(16), q_len=1 << 16, kv_len=(1 << 16) + 1, batch=1)
+    assert "4.0 GiB" in dense_mask.refusal(long)
+    assert dense_mask.refusal(replace(long, kv_len=1 << 16)) is None
+    assert dense_mask.refusal(replace(long, selection=None)) is None
+
+
+@pytest.mark.parametrize("case", [c for c in GRADIENTS if c.indices or c.positions], ids=str)
+def test_dense_masks_leave_the_same_cells(case):
+    """What indices, positions and the call's own mask leave is what the oracle sees."""
+    call = make_gradients(case).clean
+    p, t = call.problem, call.tensors.forward
+    made, masked = dense_mask.masked_problem(p), dense_mask.masked_tensors(p, t)
+    assert masked.mask.untyped_storage().nbytes() == dense_mask.size_of(p)
+    assert (masked.key_indices, masked.positions) == (None, None)
+    if masked.mask.shape[1] < p.heads:  # a plane for the heads of a group
+        masked = replace(masked, mask=masked.mask.repeat_interleave(dense_mask.heads_of_plane(p), 1))
+    for one, other in zip(sequences(p, t), sequences(made, masked), strict=True):
+        assert torch.equal(visible_cells(one), visible_cells(other))
+
+
 def test_mutants_are_rejected():
     """A window too wide by a key, no delta, a mask's gradient not summed over the batch."""
     run = interpreted(MUTANTS)
@@ -183,6 +212,7 @@ OTHERS = {
     "strides": backward(64, **ALL, places="rows"),
     "biases": backward(64, causal=True, q_bias=True, k_bias=True, grads=("q", "k", "v", "q_bias", "k_bias")),
     "few": backward(q_len=3, q_offset=7, causal=True), "bool mask": backward(64, **mask(torch.bool)),
+    "block indices": backward(64, selection=Selection(4, 64, by_head=True), causal=True),
 }  # fmt: skip
 
 

@@ -60,7 +60,6 @@ def dq_floats(p: Problem, rows: int) -> int:
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
     """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
     p, b, t, template = plan.problem, tensors, tensors.forward, plan.detail
-    assert t.lse is not None
     if p.is_empty:
         for gradient in b.gradients().values():
             gradient.zero_()
@@ -70,6 +69,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
     check_tables(p, t)
     if p.selection is not None:
         t = replace(t, key_indices=sorted_indices(p.selection, t.key_indices))
+    assert t.lse is not None
     params, kept = make_params(plan, t)
     g = Gradients.from_buffer_copy(template.gradients)
     params.gradients = ctypes.addressof(g)

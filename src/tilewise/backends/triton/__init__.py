@@ -18,14 +18,13 @@ from ...core.problem import (
     Problem,
     WriteProblem,
     no_alibi_by_tree,
-    no_positions,
-    no_selection,
     other_formats,
 )
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import gpu_machines, target_of, triton_refusal
 from . import config, operands, tuned
+from .bwd import dense_mask
 
 LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent")  # storage that can be read
@@ -118,18 +117,22 @@ def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: 
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or no_selection(problem) or no_positions(problem)
+    return supports(problem) or dense_mask.refusal(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:
     from .bwd import config as bwd_config
 
-    p, c = problem, bwd_config.config(problem, target_of(problem.device))
+    p, c = problem, bwd_config.config(dense_mask.masked_problem(problem), target_of(problem.device))
     rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
+    size = dense_mask.size_of(p)
+    notes = _unproven(p)
+    if size:
+        notes.append(f"indices or positions as a dense mask of {size / 2**20:.1f} MiB")
     return Plan(
         p, backend="triton", kernel="dK and dV apart, dQ" if c.apart else "dK and dV, dQ",
-        tile=(c.queries.BQ, c.queries.BK), workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1),
-        notes=tuple(_unproven(p)),
+        tile=(c.queries.BQ, c.queries.BK), notes=tuple(notes),
+        workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1) + size,
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def needed(problem: Problem, tile: Tile, side: str) -> int:
 
 
 def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> BackwardSpec:
-    """What a kernel is compiled for; `what`: the gradients that it computes."""
+    """What a kernel is compiled for; `what`: the gradients that it computes, and `mask_group`."""
     p = problem
     most = max(tile.BQ, tile.BK)
     device = target or INTERPRETER
@@ -128,7 +128,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
     tail_q = p.packed_q or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
         "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,
-        "dq_bias": False, "dk_bias": False,
+        "dq_bias": False, "dk_bias": False, "mask_group": 1,
     }  # fmt: skip
     return BackwardSpec(
         **flags,

@@ -139,7 +139,7 @@ def key_gradients(a, S):
             slope = tl.load(a.SLOPES + b * a.slopes_b + head)
         mask = a.LSE
         if S.mask != "":
-            mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
+            mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h, S)
         if S.mask == "float":
             mask += tl.cast(n0, tl.int64) * a.mask_k
         biases = (n, n, n)
@@ -161,7 +161,7 @@ def key_gradients(a, S):
         )  # fmt: skip
         if S.listed:
             tiles, first, last = listed_tiles(
-                a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t
+                a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t, S
             )
             for j in tl.range(first, last):
                 entry = tl.load(tiles + j)

@@ -33,7 +33,7 @@ from ...gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arg
 from ...gpu.semaphores import capturing
 from ...gpu.target import INTERPRETER, Target, target_of
 from ..launch import alignment
-from . import config
+from . import config, dense_mask
 from .arguments import GRADIENTS, STRIDES, TENSORS
 from .keys import key_gradients
 from .mask import mask_gradients
@@ -48,7 +48,8 @@ class Backward:
     """The backward launches of a plan: what all its calls share."""
 
     def __init__(self, plan: Plan, c: BackwardConfig, target: Target) -> None:
-        p = self.problem = plan.problem
+        self.given = plan.problem
+        p = self.problem = dense_mask.masked_problem(self.given)
         self.config, self.target = c, target
         self.rows = p.total_q if p.packed_q else p.q_len
         self.sizes: Arguments = {
@@ -61,11 +62,13 @@ class Backward:
         self.ready: dict[Any, tuple[list[Any], dict[str, Any]]] = {}
         self.listers: dict[str, Lister] = {}
         if config.lists_tiles(p):
-            self.listers["queries"] = Lister(p, c.queries.BQ, c.queries.BK, target.measured)
-            self.listers["keys"] = Lister(transposed(p), c.keys.BK, c.keys.BQ, target.measured)
+            listed = replace(p, heads=p.heads // dense_mask.heads_of_plane(self.given))
+            self.listers["queries"] = Lister(listed, c.queries.BQ, c.queries.BK, target.measured)
+            self.listers["keys"] = Lister(transposed(listed), c.keys.BK, c.keys.BQ, target.measured)
 
     def __call__(self, t: BackwardTensors) -> None:
         device = t.dout.device
+        t = self.with_mask(t)
         with torch.cuda.device(device) if not INTERPRETED else nullcontext():
             if self.cells and t.dmask is not None and config.skips(self.problem):
                 t.dmask.zero_()
@@ -83,6 +86,12 @@ class Backward:
                 self.relaunch(t, given, ready)
             if t.dsinks is not None:
                 torch.sum(memory["DSINKS"], 0, out=t.dsinks)
+
+    def with_mask(self, t: BackwardTensors) -> BackwardTensors:
+        """The tensors of `problem`: with a dense mask in the place of indices and positions."""
+        if not dense_mask.is_needed(self.given):
+            return t
+        return replace(t, forward=dense_mask.masked_tensors(self.given, t.forward))
 
     def compile_and_launch(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
         """Launches through Triton; with `key`, later calls with this key are launched by address."""
@@ -149,6 +158,7 @@ class Backward:
 
         def kernel(function: Any, tile: Tile, **what: Any) -> Kernel:
             near = tile.BQ * max(given["mask_q"], given["lse_l"]) < 2**31
+            what["mask_group"] = dense_mask.heads_of_plane(self.given)
             constants: Arguments = {"S": replace(config.spec(p, tile, self.target, **what), near=near, grain=grain)}
             if function is row_sums:
                 constants["BLOCK"] = config.SUMMED_ROWS
@@ -242,4 +252,4 @@ def backward_of(plan: Plan) -> Backward:
     target = target_of(plan.problem.device)
     if INTERPRETED and target.ptx:
         target = INTERPRETER
-    return Backward(plan, config.config(plan.problem, target), target)
+    return Backward(plan, config.config(dense_mask.masked_problem(plan.problem), target), target)

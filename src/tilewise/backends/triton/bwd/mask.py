@@ -40,7 +40,7 @@ def mask_gradients(a, S):
     own_row = own_q * BQ + tl.arange(0, BQ)
     own_n = own_k * BK + tl.arange(0, BK)
     own_ok = (own_row < a.q_len)[:, None] & (own_n < a.kv_len)[None, :]
-    cells = mask_rows(mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h), own_q * BQ, a.mask_q, S)
+    cells = mask_rows(mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h, S), own_q * BQ, a.mask_q, S)
     bias = load_bias(cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
     # Sequences of the same size share one loop, in which loads are pipelined ahead of the products.
     together = count_b
@@ -111,6 +111,6 @@ def mask_gradients(a, S):
     if is_summed(S, 3):
         acc = tl.sum(acc, 1, keep_dims=True)
         n = own_k + tl.zeros([1, 1], tl.int32)
-    to = mask_plane(a.DMASK, own_b, own_head, a.dmask_b, a.dmask_h)
+    to = mask_plane(a.DMASK, own_b, own_head, a.dmask_b, a.dmask_h, S)
     to += row.to(tl.int64) * a.dmask_q + n.to(tl.int64) * a.dmask_k
     tl.store(to, acc.to(a.DMASK.dtype.element_ty), mask=(row < a.q_len) & (n < a.kv_len))

@@ -73,14 +73,18 @@ def row_plane(X, b, head, start, heads, rows, S: tl.constexpr):
 
 
 @triton.jit
-def mask_plane(X, b, head, x_b, x_h):
+def mask_plane(X, b, head, x_b, x_h, S: tl.constexpr):
     """The first cell of a batch row and head in a mask."""
+    if S.mask_group > 1:
+        head = head // S.mask_group
     return X + tl.cast(b, tl.int64) * x_b + tl.cast(head, tl.int64) * x_h
 
 
 @triton.jit
-def listed_tiles(LIST, RANK, b, head, tile, list_b, list_h, list_q, list_n, first_t, last_t):
+def listed_tiles(LIST, RANK, b, head, tile, list_b, list_h, list_q, list_n, first_t, last_t, S: tl.constexpr):
     """Pointer to the block-sparsity list of `tile`, and the range of its entries for tiles `first_t .. last_t`."""
+    if S.mask_group > 1:
+        head = head // S.mask_group
     at = tl.cast(b, tl.int64) * list_b + tl.cast(head, tl.int64) * list_h + tl.cast(tile, tl.int64) * list_q
     ranks = RANK + at * (list_n + 1)
     return LIST + at * list_n, tl.load(ranks + first_t), tl.load(ranks + last_t)

@@ -95,7 +95,7 @@ def query_gradients(a, S):
         slope = tl.load(a.SLOPES + b * a.slopes_b + head)
     mask = a.LSE
     if S.mask != "":
-        mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
+        mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h, S)
     at = plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S)
     delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
     lse, delta = load_rows(tile * BQ, row_ok, at, a.lse_l, delta_at, S, True)
@@ -106,7 +106,7 @@ def query_gradients(a, S):
     rules = (scale, a.softcap, n_keys, numbers)
     cells = row
     if S.dmask == "cells":
-        cells = mask_plane(a.DMASK, b, head, a.dmask_b, a.dmask_h) + row.to(tl.int64) * a.dmask_q  # [BQ]
+        cells = mask_plane(a.DMASK, b, head, a.dmask_b, a.dmask_h, S) + row.to(tl.int64) * a.dmask_q  # [BQ]
     biases = (row, row, row)
     if S.biased:
         own = a.LSE
@@ -121,7 +121,7 @@ def query_gradients(a, S):
     state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32))
     if S.listed:
         tiles, first, last = listed_tiles(
-            a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t
+            a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t, S
         )
         for j in tl.range(first, last):
             entry = tl.load(tiles + j)

@@ -44,6 +44,7 @@ class BackwardSpec(Flags):
     reload: bool
     few: bool  # so few queries that products over columns are sums, not MMA
     varlen: bool
+    mask_group: int  # query heads that share a plane of a mask with several
     listed: bool  # iterate over the list of tiles that a mask leaves, rather than over a range
     partial: bool  # some cells of tiles may not be visible
     tail_q: bool  # the queries may end inside a tile
