@@ -18,6 +18,7 @@ from .gemm.fp32 import PANEL
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of the split-KV partials of a KV head: four splits for each thread take a MiB
 BACKWARD_ROWS, BACKWARD_KEYS, BACKWARD_ITEMS = 128, (384, 192, 96), 6
+SELECTED_KEYS = 768  # of a block in the backward pass with indices: cpu/backward-sparse in benchmarks/cpu/LOG.md
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def backward_tile(p: Problem) -> tuple[int, int]:
     cells take twice the memory (cpu/backward-tile in benchmarks/cpu/LOG.md).
     """
     sizes = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
+    if p.selection is not None:  # a tile visits few of them
+        sizes = (SELECTED_KEYS, *BACKWARD_KEYS)
     enough = (n for n in sizes if p.batch * p.kv_heads * -(-p.kv_len // n) >= BACKWARD_ITEMS)
     return backward_rows(p), next(enough, sizes[-1])
 

@@ -35,7 +35,7 @@ AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scr
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "selected marks unselected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv "
+    "selected entries unselected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv "
     "block_dk block_dv",
 )
 
@@ -122,7 +122,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, s
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
         selected=selected * SELECTED_BYTES * keys,  # see `mainloop/backward_selected.py`, as the next two
-        marks=selected * 4 * keys,
+        entries=selected * 4 * keys,
         unselected=selected * cells,  # [vectors of rows, keys, W]
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,

@@ -9,7 +9,6 @@ hidden. Numba code.
 # mypy: ignore-errors
 from __future__ import annotations
 
-import numpy as np
 from numba import types
 
 from ..codegen.load_store import get_i32, put_f32, put_i32, put_i64, row_add
@@ -19,8 +18,6 @@ from ..kv_access import affine, rows_span, sequence
 from ..params import SELECTED_BYTES
 from .score_mod import bias_cells
 from .selected_keys import selected_key
-
-NO_LIST, ANY_LIST = np.int64(-2), np.int64(-1)  # marks of keys; others are the numbers of lists
 
 
 @jit
@@ -40,12 +37,19 @@ def has_several_lists(p, tile):
 
 
 @jit
-def first_index(p, indices, block):
-    """Which of a list's sorted indices is the first that is not below `block`."""
+def list_at(p, tile, number):
+    """The address of a list."""
+    b = ZERO if p.cu_q else tile.b
+    return p.indices + b * p.indices_b + tile.head * p.indices_h + number * p.indices_l
+
+
+@jit
+def first_index(p, indices, key):
+    """The first of a list's sorted indices whose keys do not all precede `key`."""
     low, high = ZERO, p.max_selected // p.block
     while low < high:
         middle = (low + high) // 2
-        if get_i32(indices + 4 * middle) < block:
+        if (types.int64(get_i32(indices + 4 * middle)) + 1) * p.block <= key:
             low = middle + 1
         else:
             high = middle
@@ -53,37 +57,35 @@ def first_index(p, indices, block):
 
 
 @jit
-def mark_keys(p, t, tile, number, lo, hi, mark):
-    """Marks the keys from `lo` to `hi` that list `number` selects."""
-    b = ZERO if p.cu_q else tile.b
-    indices = p.indices + b * p.indices_b + tile.head * p.indices_h + number * p.indices_l
-    at, end = first_index(p, indices, lo // p.block), p.max_selected // p.block
-    while at < end:
-        first = types.int64(get_i32(indices + 4 * at)) * p.block
-        if first >= hi:
-            return
-        for key in range(max(first, lo), min(first + p.block, hi)):
-            put_i32(t.marks + 4 * (key - tile.start), types.int32(mark))
-        at += 1
+def keys_of(p, indices, at, lo, hi):
+    """Keys from `lo` to `hi` of index number `at`: the first, and the one after the last."""
+    first = types.int64(get_i32(indices + 4 * at)) * p.block
+    return max(first, lo), min(first + p.block, hi)
 
 
 @jit
 def list_tile_keys(p, t, tile):
     """Lists the keys of a tile that any of its rows selects and may see, in their order. Returns their number.
 
-    An entry is that of `list_selected`.
+    An entry is that of `list_selected`. `t.entries` then has the entry of each key.
     """
     _, _, kv_start, kv_len, offset = sequence(p, tile.b)
     lo, hi = rows_span(p, affine(p, tile.b, offset), tile.row, tile.rows, kv_len)
     lo, hi = max(lo, tile.start), min(hi, tile.end)
+    entries = t.entries - 4 * tile.start
     for key in range(lo, hi):
-        put_i32(t.marks + 4 * (key - tile.start), types.int32(NO_LIST))
+        put_i32(entries + 4 * key, types.int32(-1))
     first, last = lists_of(p, tile)
     for number in range(first, last + 1):
-        mark_keys(p, t, tile, number, lo, hi, ANY_LIST)
+        indices = list_at(p, tile, number)
+        for at in range(first_index(p, indices, lo), first_index(p, indices, hi + p.block - 1)):
+            start, end = keys_of(p, indices, at, lo, hi)
+            for key in range(start, end):
+                put_i32(entries + 4 * key, types.int32(0))
     count, batch_row = ZERO, ZERO if p.cu_k else tile.b
     for key in range(lo, hi):
-        if get_i32(t.marks + 4 * (key - tile.start)) == ANY_LIST:
+        if get_i32(entries + 4 * key) == 0:
+            put_i32(entries + 4 * key, types.int32(count))
             to = t.selected + SELECTED_BYTES * count
             put_i32(to, types.int32(key))
             put_i32(to + 4, types.int32(kv_start + key))
@@ -99,17 +101,16 @@ def list_unselected(p, t, tile, lo, hi, count):
     """What is added to the scores of a tile's rows and entries, [vectors of rows, count, W]: 0, or -inf where a row
     does not select the key.
     """
-    R, (first, last) = p.heads // p.kv_heads * tile.rows, lists_of(p, tile)
+    q_start, R, entries = sequence(p, tile.b)[0], p.heads // p.kv_heads * tile.rows, t.entries - 4 * tile.start
     fill(t.unselected, ZERO, up(R, W) * count, -INF)
-    for number in range(first, last + 1):
-        mark_keys(p, t, tile, number, lo, hi, number)
-        begin = number * p.block - sequence(p, tile.b)[0] - tile.row  # the list's first row in the tile
-        for e in range(count):
-            if get_i32(t.marks + 4 * (selected_key(t.selected, e) - tile.start)) != number:
-                continue
-            for i in range(max(ZERO, begin), min(tile.rows, begin + p.block)):
+    for i in range(tile.rows):
+        indices = list_at(p, tile, (q_start + tile.row + i) // p.block)
+        for at in range(first_index(p, indices, lo), first_index(p, indices, hi + p.block - 1)):
+            start, end = keys_of(p, indices, at, lo, hi)
+            for key in range(start, end):
+                to = t.unselected + 4 * W * types.int64(get_i32(entries + 4 * key))
                 for r in range(i, R, tile.rows):
-                    put_f32(t.unselected + 4 * ((r // W * count + e) * W + r % W), F(0))
+                    put_f32(to + 4 * (r // W * count * W + r % W), F(0))
 
 
 @jit
