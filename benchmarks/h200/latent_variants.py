@@ -52,7 +52,7 @@ class Variant:
     rows: tuple[str, ...] = (*MANY, *FEW)
 
 
-NO_GATE = [("    mbarrier.wait(sh.scored[0], u & 1)  # the exp", "    # the exp")]
+NO_GATE = [("    mbarrier.wait(sh.scored[0], u & 1)  # exponentials", "    # exponentials")]
 NOT_COMBINED = [("self.combining.compile_and_launch((c.combiners, 1), given)", "None")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")

@@ -183,3 +183,16 @@ def test_what_scripts_import_exists():
             if (error.name or "").startswith("tilewise"):  # others are packages that are not here
                 missing.append((file, module, name))
     assert missing == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_what_variants_change_is_in_the_kernels(monkeypatch):
+    """Variants of latent decode are texts that replace others: a comment in one of those had been reworded."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "h200")
+    variants = importlib.import_module("latent_variants")
+    folder = Path(importlib.import_module("tilewise.backends.hopper.mla").__file__).parent
+    texts = [(file, old) for made in variants.VARIANTS.values() for file, changes in made.changes.items()
+             for old, _ in changes]  # fmt: skip
+    assert len(texts) > 8
+    missing = [(file, old) for file, old in texts if old not in (folder / f"{file}.py").read_text()]
+    assert missing == []
