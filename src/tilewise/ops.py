@@ -21,7 +21,7 @@ from . import autograd
 from .core import storage
 from .core.arrays import returner, to_tensor
 from .core.kv_store import RowFormat, Store, WriteSlots
-from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
+from .core.options import PLACES, as_chunk, as_flag, as_split_size, as_window, to_int
 from .core.problem import GRADS
 from .core.tracing import is_wrapper
 from .dispatch import planner
@@ -33,6 +33,7 @@ from .state import AttentionState
 # positional, since torch differentiates by no others. Inductor's graphs on disk call by position and outlive an update:
 # after the first release, new arguments come last.
 BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
+FLAGS = ("causal", "allow_tf32", "deterministic")
 ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
 FLOAT_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS)  # of calls over keys that are not quantised
 TENSOR_OPTIONS = (*FLOAT_OPTIONS, "k_scales", "v_scales")
@@ -141,6 +142,9 @@ def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **option
     if tile_map is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     left, right = as_window(window)
+    for name in FLAGS:  # an operator would take any number
+        if name in options:
+            as_flag(name, options[name])
     for name in BY_ROW:
         x = options.pop(name, None)
         if isinstance(x, torch.Tensor) and x.ndim == 0:  # torch.jit.trace makes tensors of sizes

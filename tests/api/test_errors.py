@@ -384,6 +384,27 @@ def test_meta_tensors_give_shapes():
         attention(**dense, out=dense["q"])
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_masks_of_packed_rows_have_the_size_that_is_given(backend):
+    """Even if `max_q` and `max_k` are more than there are rows."""
+    cu, longest = ints(0, 3, 5), {"max_q": 8, "max_k": 9, "backend": backend}
+    q = torch.randn(5, H, D, requires_grad=True)
+    mask = torch.randn(8, 9, requires_grad=True)
+    small = mask.detach()[:3, :3].clone().requires_grad_()
+    large = varlen_attention(q, q, q, cu, cu, mask=mask, **longest)
+    other = varlen_attention(q, q, q, cu, cu, mask=small, backend=backend)
+    assert torch.allclose(large, other, atol=1e-6)
+    found = [torch.autograd.grad(out.square().sum(), m)[0] for out, m in ((large, mask), (other, small))]
+    assert torch.allclose(found[0][:3, :3], found[1], atol=1e-5)
+    assert found[0].count_nonzero() == found[1].count_nonzero()
+    tree = bools(2, 8, 8).tril()
+    assert torch.allclose(
+        varlen_attention(q, q, q, cu, cu, tree_mask=tree, **longest),
+        varlen_attention(q, q, q, cu, cu, causal=True, **longest),
+        atol=1e-6,
+    )
+
+
 def test_a_mask_over_pages_may_stop_at_the_longest_context():
     """Also where that is 0."""
     args = paged_args()

@@ -56,6 +56,27 @@ def test_the_first_call_of_a_forked_child(early):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_gradients_in_a_forked_child_of_one_thread():
+    """The remedy that the documents give."""
+    code = """
+        import os, signal, torch, tilewise
+        torch.set_num_threads(2)
+        def gradients():
+            q = torch.linspace(-1, 1, 8 * 300 * 64).sin().view(1, 8, 300, 64).requires_grad_()
+            tilewise.attention(q, q, q, causal=True).square().sum().backward()
+            return q.grad
+        want = gradients()
+        child = os.fork()
+        if child == 0:
+            signal.alarm({deadline})
+            torch.set_num_threads(1)
+            os._exit(0 if torch.allclose(gradients(), want, atol=1e-5) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    run(code.format(deadline=DEADLINE - 60))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 def test_a_fork_before_torch_costs_nothing():
     """torch's threads begin in the child: they may be used there."""
     code = """

@@ -299,6 +299,13 @@ def test_forward_mode_is_refused(call, which):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["causal", "allow_tf32", "deterministic"])
+def test_flags_are_flags_in_traced_code_too(name):
+    q = draw(1, 2, 5, 16)
+    with pytest.raises(InvalidArgument, match=f"{name}: got 1"):
+        make_fx(lambda q: attention(q, q, q, **{name: 1}))(q)
+
+
 def test_forward_mode_of_options_is_refused():
     q, k, v = (draw(*shape) for shape in CALLS["dense"][1])
     for name, x in (("mask", draw(5, 9)), ("sinks", draw(4)), ("alibi_slopes", draw(4))):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise import InvalidArgument, TileMap
+from tilewise import InvalidArgument, TileMap, attention
 from tilewise.core.options import Options
 from tilewise.core.tensors import sequences
 from tilewise.reference import visible_cells
@@ -186,3 +186,19 @@ def test_empty(Lq, Lk):
         assert tile_map.counts() == (0, 0, 0)
         assert tile_map.density == 0.0
         assert str(tile_map)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"window": 5}, {"chunk": 4}, {"kv_lengths": torch.tensor([9])}, {"q_offset": 15}, {"q_offset": 3},
+     {"q_offset": torch.tensor([15])}, {"k_stride": 2, "q_offset": 30}],
+    ids=str,
+)  # fmt: skip
+def test_a_map_of_one_query_belongs_to_its_call(rules):
+    """Causal hides nothing from a query at the last position, and is left out of the call's plan."""
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 16, 8)
+    tile_map = TileMap.from_spec(1, 16, (4, 4), causal=True, **rules)
+    out = attention(q, k, k, causal=True, tile_map=tile_map, **rules)
+    assert torch.equal(out, attention(q, k, k, causal=True, **rules))
+    with pytest.raises(InvalidArgument, match="tile_map"):
+        attention(q, k, k, causal=True, tile_map=tile_map, **rules | {"window": 3})

@@ -10,7 +10,7 @@ import torch
 from ..errors import InvalidArgument
 from .arrays import to_tensor
 from .devices import as_device
-from .mask_rules import MaskRules, key_spans, place_rows
+from .mask_rules import MaskRules, Offset, key_spans, place_rows
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, is_int, to_int
 
 
@@ -28,7 +28,7 @@ def spec_of(
     o: Options, Lq: int, Lk: int, device: torch.device | str | None
 ) -> tuple[TileMapSpec, tuple[torch.Tensor, torch.Tensor]]:
     """The rules of `TileMap.from_spec`, and the key spans `lo`, `hi` `[1 or B, Lq]` of its queries."""
-    rules, given = as_rules(o), _given(o, Lq, Lk)
+    given = _given(o, Lq, Lk)
     q_offset, kv_lengths, *numbers = given.values()
     rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
     device = as_device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
@@ -44,6 +44,9 @@ def spec_of(
         steps = places.long()[:, :, None].unbind(1)  # [B, 1] each
     else:
         steps = places = as_places(numbers, q_offset if isinstance(q_offset, int) else "end", Lq, Lk)
+    kind: Offset = "end" if q_offset is None else q_offset if isinstance(q_offset, int) else "rows"
+    own = places if isinstance(places, tuple) else "rows"
+    rules = as_rules(o, kind, places=own, sizes=(Lq, Lk)).relative()  # as those of the call
     positions = offset[:, None] + steps[2] * torch.arange(Lq, device=device)  # [1 or B, Lq]
     spans = key_spans(rules, positions.expand(batch, -1), lengths[:, None], steps[:2])
     return TileMapSpec(rules, q_offset, kv_lengths, places), spans

@@ -129,12 +129,18 @@ def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o:
         given = to_int(given)
         if not is_int(given) or given < 0:
             raise InvalidArgument(name, repr(given), "None or an int of 0 or more")
-        return min(rows, int(given))
+        # A mask has the given size, even if that is more than there are rows.
+        return min(LIMIT, int(given)) if _sizes_a_mask(name, o) else min(rows, int(given))
     if readable(cu, o.validate):
         return max(0, min(rows, max((end - start for start, end in pairwise(cu.tolist())), default=0)))
-    if o.mask is not None or (o.tree_mask is not None and name == "max_q"):
+    if _sizes_a_mask(name, o):
         raise InvalidArgument(name, None, "the longest sequence", "a mask of packed rows is of that size")
     return rows  # a safe bound: the offsets are on a device that is not waited for
+
+
+def _sizes_a_mask(name: str, o: Options) -> bool:
+    """Whether a mask has a dim of the size `name`, "max_q" or "max_k"."""
+    return o.mask is not None or (o.tree_mask is not None and name == "max_q")
 
 
 def check_cu_seqlens(
