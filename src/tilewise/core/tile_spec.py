@@ -10,7 +10,7 @@ import torch
 from ..errors import InvalidArgument
 from .arrays import to_tensor
 from .devices import as_device
-from .mask_rules import MaskRules, Offset, key_spans, place_rows
+from .mask_rules import MaskRules, Offset, Places, key_spans, place_rows
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, is_int, to_int
 
 
@@ -45,7 +45,7 @@ def spec_of(
     else:
         steps = places = as_places(numbers, q_offset if isinstance(q_offset, int) else "end", Lq, Lk)
     kind: Offset = "end" if q_offset is None else q_offset if isinstance(q_offset, int) else "rows"
-    own = places if isinstance(places, tuple) else "rows"
+    own: Places = places if isinstance(places, tuple) else "rows"
     rules = as_rules(o, kind, places=own, sizes=(Lq, Lk)).relative()  # as those of the call
     positions = offset[:, None] + steps[2] * torch.arange(Lq, device=device)  # [1 or B, Lq]
     spans = key_spans(rules, positions.expand(batch, -1), lengths[:, None], steps[:2])

@@ -138,7 +138,7 @@ def backward_tile(p: Problem) -> tuple[int, int]:
     More keys amortise loading a tile's rows and sums; fewer if there would be too few work items, and in float32, whose
     cells take twice the memory (cpu/backward-tile in benchmarks/cpu/LOG.md).
     """
-    sizes = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
+    sizes: tuple[int, ...] = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
     if p.selection is not None:  # a tile visits few of them
         sizes = (SELECTED_KEYS, *BACKWARD_KEYS)
     enough = (n for n in sizes if p.batch * p.kv_heads * -(-p.kv_len // n) >= BACKWARD_ITEMS)
