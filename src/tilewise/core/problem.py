@@ -69,11 +69,6 @@ def no_bias_or_tree(problem: Problem) -> str | None:
     return "it has no q_bias and no k_bias" if problem.biased else None
 
 
-def no_positions(problem: Problem) -> str | None:
-    """The refusal of a backend without positions of a tree's nodes; None if the problem has none."""
-    return "it has no positions of a tree" if problem.positions else None
-
-
 def no_alibi_by_tree(problem: Problem) -> str | None:
     """The refusal of a backend whose ALiBi uses the numbers of keys, not a tree's positions; None if that is right."""
     return "it has no alibi_slopes by positions of a tree" if problem.positions and problem.alibi else None

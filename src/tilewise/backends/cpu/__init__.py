@@ -15,13 +15,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import (
-    CascadeProblem,
-    Problem,
-    WriteProblem,
-    no_alibi_by_tree,
-    other_formats,
-)
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, other_formats
 from ...core.tensors import BackwardTensors, SharedPrefix, Tensors
 
 

@@ -13,13 +13,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import (
-    CascadeProblem,
-    Problem,
-    WriteProblem,
-    no_alibi_by_tree,
-    other_formats,
-)
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, other_formats
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import gpu_machines, target_of, triton_refusal

@@ -5,10 +5,11 @@ A tile is a block of BK keys and BQ rows of each head of the group. Its cells ar
     s  [BK, R] = K Q^T        P = exp(s - lse)            dV [BK, Dv] += P dO
     dP [BK, R] = V dO^T       dS = P (dP - delta)         dK [BK, D]  += dS Q         dQ [R, D] += dS^T K
 
-dK and dV of the block stay in scratch memory until its last tile. With key indices a tile computes only the keys that
-its rows select (`backward_selected.py`). dQ is summed in float32 in the order of key blocks: a
+dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks: a
 block waits for its turn at each tile of rows, so the bits do not depend on threads. Threads take blocks in that order,
 interleaved with those of other heads, so a thread seldom waits. The last block of a tile writes its dq.
+
+With key indices a tile computes only the keys that its rows select (`backward_selected.py`).
 
 `ld` is the leading dimension of s and dP: R, padded to whole panels.
 """
