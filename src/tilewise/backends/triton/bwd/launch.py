@@ -78,7 +78,8 @@ class Backward:
             if not INTERPRETED and is_aligned([x.data_ptr() for x in given.values()], device):
                 key = (t.forward.k.shape[2], *(x.stride() for x in given.values()))
                 if t.forward.tile_map is not None:
-                    key = (*key, t.forward.tile_map.states.shape)
+                    states = t.forward.tile_map.states
+                    key = (*key, states.shape, states.data_ptr() & 15)
             ready = self.ready.get(key)
             if ready is None:
                 self.compile_and_launch(t, memory, key)

@@ -1,0 +1,350 @@
+"""Wrong launches by address, each with one mistake that a launcher could make. Comparison must reject them all."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from launch_calls import changes, misaligned, repeats
+from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores, tensor_map
+from tilewise.backends.hopper.bwd import launch as hopper_backward
+from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
+from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
+from tilewise.backends.hopper.fwd import launch as hopper_prefill
+from tilewise.backends.hopper.mla import launch as hopper_latent
+from tilewise.backends.triton import kv_write, merge
+from tilewise.backends.triton import launch as triton_launch
+from tilewise.backends.triton.bwd import dense_mask
+from tilewise.backends.triton.bwd import launch as triton_backward
+
+MUTANTS: list[Mutant] = []
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, the call that has it (by its name in the tests), and the check that rejects it."""
+
+    name: str
+    call: str
+    apply: Callable[[pytest.MonkeyPatch], None]
+    check: Callable[..., dict[str, list[str]]] = repeats
+
+
+def mutant(name: str, *calls: str, check: Callable[..., dict[str, list[str]]] = repeats) -> Callable[[Any], Any]:
+    def add(apply: Any) -> Any:
+        MUTANTS.extend(Mutant(f"{name}: {call}", call, apply, check) for call in calls)
+        return apply
+
+    return add
+
+
+def around(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """`owner.name(...)` becomes `change(owner.name, ...)`."""
+    honest = getattr(owner, name)
+    patch.setattr(owner, name, lambda *given, **more: change(honest, *given, **more))
+
+
+def off(patch: pytest.MonkeyPatch, launcher: Any, name: str, by: int, holder: Any = None) -> None:
+    """A number that is another one while a launcher launches by address."""
+
+    def wrong(relaunch: Any, self: Any, *given: Any) -> None:
+        own = holder or self
+        honest = getattr(own, name)
+        setattr(own, name, honest + by)
+        try:
+            relaunch(self, *given)
+        finally:
+            setattr(own, name, honest)
+
+    around(patch, launcher, "relaunch", wrong)
+
+
+class AnyKey(dict[Any, Any]):
+    """Launches that are found by any key."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return next(iter(self.values()), default)
+
+
+# Pointers
+
+
+@mutant("Q and K swapped", "triton, prefill", "triton, split", "hopper, causal", "hopper, latent")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(relaunch: Any, self: Any, ready: Any, addresses: list[int], *more: Any) -> None:
+        relaunch(self, ready, [addresses[1], addresses[0], *addresses[2:]], *more)
+
+    for launcher in (triton_launch.Launcher, hopper_prefill.Launcher, hopper_latent.Launcher):
+        around(patch, launcher, "relaunch", wrong)
+
+
+@mutant("K and V swapped where the call is bound", "triton, prefill", "hopper, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(bind: Any, launcher: Any, t: Any) -> Any:
+        launch = bind(launcher, t)
+        return lambda q, k, v, *more: launch(q, v, k, *more)
+
+    around(patch, kernel, "bind_addresses", wrong)
+
+
+@mutant("dK and dV swapped", "triton backward, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(relaunch: Any, self: Any, t: Any, given: dict[str, Any], ready: Any) -> None:
+        relaunch(self, t, given | {"DK": given["DV"], "DV": given["DK"]}, ready)
+
+    around(patch, triton_backward.Backward, "relaunch", wrong)
+
+
+@mutant("dK and dV swapped in tensor maps", "hopper backward, causal", "clean, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    around(patch, NarrowLauncher, "names", lambda names, self: names(self) | {"dk": "DV", "dv": "DK"})
+
+
+@mutant("K and V swapped in tensor maps", "hopper backward, wide", "clean, wide")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(relaunch: Any, self: Any, ready: Any, at: dict[str, int], device: torch.device) -> None:
+        relaunch(self, ready, at | {"k": at["v"], "v": at["k"]}, device)
+
+    around(patch, WideLauncher, "relaunch", wrong)
+
+
+@mutant("the fix-up has the first launch's counters", "clean, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(relaunch: Any, self: Any, ready: Any, at: dict[str, int], device: torch.device) -> None:
+        relaunch(self, ready, at | {"SEMAPHORES_2": at["SEMAPHORES"]}, device)
+
+    around(patch, NarrowLauncher, "relaunch", wrong)
+
+
+@mutant("new rows of K and V swapped", "write, bf16", "write, int8")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(launch: Any, self: Any, addresses: list[int], stream: int | None = None) -> None:
+        launch(self, [addresses[1], addresses[0], *addresses[2:]], stream)
+
+    around(patch, kernel.CompiledLaunch, "__call__", wrong)
+
+
+@mutant("the last pointers swapped", "merge", "triton, mask", "hopper, varlen")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(launch: Any, self: Any, addresses: list[int], stream: int | None = None) -> None:
+        *first, a, b = addresses
+        launch(self, [*first, b, a], stream)
+
+    around(patch, kernel.CompiledLaunch, "__call__", wrong)
+
+
+@mutant("the first call's mask", "triton backward, key indices", "triton backward, tree")
+def _(patch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def wrong(masked: Any, problem: Any, t: Any) -> Any:
+        made = masked(problem, t)
+        kept.append(made.mask)
+        return replace(made, mask=kept[0])
+
+    around(patch, dense_mask, "masked_tensors", wrong)
+
+
+# Tensor maps
+
+
+@mutant("maps stay where they were", "hopper, causal", "hopper, latent", "hopper backward, causal", "clean, wide")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tensor_map.TensorMap, "move", lambda self, address: None)
+
+
+@mutant("strides in elements", "hopper, causal", "hopper, latent, paged", "hopper backward, wide")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, name: str, like: Any, meta: dict[str, Any], cuda: Any) -> None:
+        init(self, name, like, meta | {"elem_size": 1}, cuda)
+
+    around(patch, tensor_map.TensorMap, "__init__", wrong)
+
+
+@mutant("a map for blocks of every shape", "hopper, wide")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(map_of: Any, self: Any, name: str, like: Any, form: dict[str, Any]) -> Any:
+        known = [x for x in self.maps.values() if x.name == name]
+        return known[0] if known else map_of(self, name, like, form)
+
+    around(patch, kernel.CompiledLaunch, "map_of", wrong)
+
+
+# Workspaces
+
+
+@mutant("partials at a wrong offset", "triton, split", "triton, split, combined after")
+def _(patch: pytest.MonkeyPatch) -> None:
+    off(patch, triton_launch.Launcher, "partial_at", 4)
+
+
+@mutant("partials over the semaphores", "triton, split")
+def _(patch: pytest.MonkeyPatch) -> None:
+    off(patch, triton_launch.Launcher, "semaphores_end", -4)
+
+
+@mutant("flags at a wrong offset", "hopper, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    off(patch, hopper_prefill.Launcher, "FLAGS_AT", 4, holder=hopper_prefill)
+
+
+@mutant("lse of partials at a wrong offset", "hopper, latent, many")
+def _(patch: pytest.MonkeyPatch) -> None:
+    off(patch, hopper_latent.Launcher, "lse_at", 4)
+
+
+@mutant(
+    "ranks over the lists", "triton, mask", "triton, tile map", "triton backward, mask, bool", "hopper, block indices"
+)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.rank_at -= 4
+
+    around(patch, block_sparsity_launch.Listing, "__init__", wrong)
+
+
+@mutant("lists without room for ranks", "triton, mask", "hopper, mask")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.end -= 1
+
+    around(patch, block_sparsity_launch.Listing, "__init__", wrong)
+
+
+@mutant("the last call's workspace", "triton, split, combined after", "hopper, latent, many")
+def _(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+
+    def wrong(memory: Any, self: Any, device: torch.device) -> Any:
+        if self not in kept:
+            kept[self] = memory(self, device)
+        return kept[self]
+
+    around(patch, triton_launch.Launcher, "memory", wrong)
+    around(patch, hopper_latent.Launcher, "workspace", wrong)
+
+
+@mutant("captured calls have the stream's counters", "hopper, causal", "hopper, latent")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(take: Any, self: Any, device: torch.device) -> torch.Tensor:
+        known: torch.Tensor = next(iter(self.by_stream.values()), None) if self.by_stream else take(self, device)
+        return known
+
+    around(patch, semaphores.Semaphores, "take", wrong)
+
+
+# Launches
+
+
+@mutant("no fix-up", "triton, prefill", "hopper, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    for launcher in (triton_launch.Launcher, hopper_prefill.Launcher):
+        around(patch, launcher, "relaunch", lambda go, self, ready, *more: go(self, ready._replace(fixup=None), *more))
+
+
+@mutant("the fix-up first", "triton, prefill")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(relaunch: Any, self: Any, ready: Any, *more: Any) -> None:
+        relaunch(self, ready._replace(attention=ready.fixup, fixup=ready.attention), *more)
+
+    around(patch, triton_launch.Launcher, "relaunch", wrong)
+
+
+@mutant("splits that nobody combines", "triton, split, combined after", "hopper, latent, many")
+def _(patch: pytest.MonkeyPatch) -> None:
+    for launcher in (triton_launch.Launcher, hopper_latent.Launcher):
+        around(
+            patch, launcher, "relaunch", lambda go, self, ready, *more: go(self, ready._replace(combining=None), *more)
+        )
+
+
+@mutant("steps in another order", "hopper backward, causal", "hopper backward, wide, varlen", "clean, split")
+def _(patch: pytest.MonkeyPatch) -> None:
+    around(patch, hopper_backward.Launcher, "relaunch", lambda go, self, ready, *more: go(self, ready[::-1], *more))
+
+
+@mutant("another grid", "triton, prefill", "hopper backward, mask, sums", "write, bf16", "merge")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, compiled: Any, grid: tuple[int, int], *more: Any) -> None:
+        init(self, compiled, (grid[0] + 1, grid[1]), *more)
+
+    around(patch, kernel.CompiledLaunch, "__init__", wrong)
+
+
+@mutant(
+    "another stream", "triton, split", "triton backward, mask, broadcast", "hopper, latent", "hopper backward, wide"
+)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(launch: Any, self: Any, addresses: list[int], stream: int) -> None:
+        launch(self, addresses, stream + 1)
+
+    around(patch, kernel.CompiledLaunch, "__call__", wrong)
+
+
+@mutant("starts late", "triton, split, combined after")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.launch_config.count = 0
+
+    around(patch, kernel.CompiledLaunch, "__init__", wrong)
+
+
+@mutant("a number too large by one", "triton, varlen", "triton backward, varlen", "hopper, varlen", "write, int8")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kernel, "CELLS", kernel.CELLS | {"i32": lambda n: ctypes.c_int32(n + 1)})
+
+
+# Keys of launches
+
+
+@mutant("a key without strides", "triton, prefill", "triton, split", "hopper, causal", "hopper backward, causal",
+        "hopper backward, wide", check=changes)  # fmt: skip
+def _(patch: pytest.MonkeyPatch) -> None:
+    for module in (kernel, triton_launch, hopper_backward):
+        patch.setattr(module, "key_of", lambda k, given: (k.shape,))
+
+
+@mutant("a key without one tensor's strides", "triton, mask", "hopper, mask", "hopper, latent, paged", check=changes)
+def _(patch: pytest.MonkeyPatch) -> None:
+    for module in (kernel, triton_launch):
+        patch.setattr(module, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
+
+
+@mutant("a key without the number of keys", "hopper, varlen", "hopper backward, varlen", check=changes)
+def _(patch: pytest.MonkeyPatch) -> None:
+    for module in (kernel, hopper_backward):
+        patch.setattr(module, "key_of", lambda k, given: tuple(x.stride() for x in given))
+
+
+@mutant("any key", "triton backward, causal", "triton backward, mask, dense", "hopper backward, mask", "write, bf16",
+        "merge", check=changes)  # fmt: skip
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.ready = AnyKey()
+
+    for launcher in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append):
+        around(patch, launcher, "__init__", wrong)
+    patch.setattr(merge, "_ready", AnyKey())
+
+
+def aligned_or_not(patch: pytest.MonkeyPatch) -> None:
+    """Addresses that are not looked at."""
+    for module in (kernel, triton_backward, hopper_backward, merge):
+        patch.setattr(module, "is_aligned", lambda addresses, device: torch._C._cuda_getDevice() == device.index)
+
+
+for call, tensor in (
+    ("triton, prefill", "q"), ("triton backward, causal", "dk"), ("hopper, causal", "lse"),
+    ("hopper backward, causal", "lse"), ("hopper backward, mask", "mask"), ("merge", "lse1"),
+):  # fmt: skip
+    mutant("unaligned", call, check=partial(misaligned, name=tensor))(aligned_or_not)
