@@ -15,7 +15,7 @@ from typing import Any
 
 from triton._C.libtriton import ir
 from triton.backends.compiler import BaseBackend, GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
@@ -115,7 +115,7 @@ def assembled(source: Any, arch: int, options: Any, ptxas: str = "") -> Assemble
     """A kernel by Triton's ptxas for an architecture, or by another of the two."""
     backend = CUDABackend(GPUTarget("cuda", arch, 32))
     parsed = backend.parse_options(dict(options) | source.parse_options())
-    tool = ptxas or ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    tool = ptxas or Path(get_ptxas(arch).path).name
     kept = kept_of(source, backend, parsed, tool)
     if (file := kept.get_file("assembly.json")) is None:
         shared, ttgir, ptx = lowered(source, backend, parsed)

@@ -26,7 +26,8 @@ from gluon_values import Pointer, SimError, Tensor, raw, typed
 SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
-PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
+OWN = dict.fromkeys(("signature", "barrier"), "backends.hopper")
+PLACES = {"mask_rules": "backends.gpu"} | OWN | dict.fromkeys(FILES, "backends.hopper.fwd")
 FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla")
 BACKWARD = PLACES | {
     f"bwd.{name}": "backends.hopper.bwd"

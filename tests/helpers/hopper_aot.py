@@ -49,7 +49,7 @@ class Built(Assembled):
 
 
 def build(
-    function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas", options: Any = OPTIONS
+    function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "", options: Any = OPTIONS
 ) -> Built:
     """Compiles as a launch with these arguments would, with one of Triton's two ptxas."""
     source = GluonASTSource if function.is_gluon() else ASTSource
@@ -76,7 +76,7 @@ def dead_barriers(ttgir: str) -> list[str]:
     return dead
 
 
-def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
+def kernels_of(problem: Problem, ptxas: str = "") -> dict[str, Built]:
     """Every kernel of a problem: prefill, and where it needs them fix-up and order."""
     c = config.config_of(problem)
     bound = Launcher(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90))

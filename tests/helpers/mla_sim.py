@@ -23,7 +23,7 @@ FILES = (
     "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow",
     "inside", "consumer", "kernel",
 )  # fmt: skip
-PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
+PLACES = gluon_sim.OWN | dict.fromkeys(FILES, "backends.hopper.mla")
 
 
 class Tiles(Shared):

@@ -34,11 +34,20 @@ def test_a_machine_without_a_hopper_gpu_is_told_so():
     assert hopper.supports(replace(problem(), device=torch.device("cpu"))) == "runs on Hopper GPUs"
 
 
-def test_only_a_tested_triton_will_do(monkeypatch):
+def test_versions_of_triton(monkeypatch):
+    """One with which the kernels only compile is taken if the backend is named; others are refused."""
     monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(90))
-    for version, served in (("3.6.0", True), ("3.6.1", True), ("3.5.1", False), ("3.7.0", False), ("none", False)):
+    served = {"3.6.0": (True, True), "3.6.1": (True, True), "3.7.1": (True, False)}
+    for version in (*served, "3.5.1", "3.8.0", "none"):
         monkeypatch.setattr(target, "triton_version", lambda version=version: version)
-        assert (hopper.supports(problem()) is None) == served
+        named, chosen = served.get(version, (False, False))
+        assert (hopper.supports(problem()) is None) == named
+        if named:
+            backward = replace(problem(), grads=("q", "k", "v"))
+            for declined in (hopper.declines(problem()), hopper.declines_backward(backward)):
+                assert (declined is None) == chosen
+                assert chosen or "needs Triton 3.6, and 3.7.1 is installed" in declined
+                assert chosen or "backend='hopper'" in declined
     monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(100))
     assert hopper.supports(problem()) == "runs on Hopper GPUs"
 

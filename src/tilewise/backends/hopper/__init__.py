@@ -16,7 +16,8 @@ from .bwd.wide import config as wide_config
 from .fwd import config
 from .mla import config as latent
 
-TESTED_TRITON = (3, 6)  # Gluon changes from version to version
+RAN_WITH = (3, 6)  # the version of Triton with which the kernels ran on a GPU
+COMPILES_WITH = (3, 7)  # the newest that compiles them: Gluon changes from version to version
 
 
 def supports(problem: Problem) -> str | None:
@@ -37,17 +38,23 @@ def supports_backward(problem: Problem) -> str | None:
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_bias_or_tree(problem) or triton_refusal(TESTED_TRITON, TESTED_TRITON)
+    return no_bias_or_tree(problem) or triton_refusal(RAN_WITH, COMPILES_WITH)
 
 
 def declines(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: by measurement, see benchmarks/h200/LOG.md, h200 20."""
-    return None if _decodes_latent(problem) else config.slower(problem)
+    return _unproven() or (None if _decodes_latent(problem) else config.slower(problem))
 
 
 def declines_backward(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice for a backward pass, if it is."""
-    return bwd_config.slower(problem)
+    return _unproven() or bwd_config.slower(problem)
+
+
+def _unproven() -> str | None:
+    """Why the kernels are not taken with the installed Triton unless they are named."""
+    reason = triton_refusal(RAN_WITH, RAN_WITH)
+    return reason and f"{reason}: compiled, not yet run on a GPU; backend='hopper' takes it all the same"
 
 
 def plan(problem: Problem) -> Plan:

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..barrier import thread_barrier
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
 from .clean import clean_keys, clean_queries
 from .mask import load_mask, masked, own_cells, release_mask, shown_cells
@@ -269,7 +270,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if not a.S.direct:
         named_barrier("bar.sync", DS_READY, 256)  # until the other consumer has read K for the last time
     elif a.S.persistent and not a.S.split:
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
     if w.n * 128 + C * 64 < w.kv_end:
         GRAD: gl.constexpr = gl.float32 if a.S.split else a.q.dtype
@@ -279,7 +280,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if a.S.dmask_tiles:
         tma.store_wait(0)
     if a.S.persistent and not a.S.direct:
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
     return last
 

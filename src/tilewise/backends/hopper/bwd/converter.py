@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..barrier import thread_barrier
 from .sync import fence_async_global, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
@@ -68,7 +69,7 @@ def convert(a, buf, w, block, head, i, m):
             wrong = gl.sum(gl.sum(found.reshape([4, 4, 8, 4]), 3), 0) != 0.0  # per thread
             gl.store(a.FLAG + wrong.to(gl.int32) * 0, 1, mask=wrong)
         tma.store_wait(1)
-        gl.thread_barrier()  # the piece is in registers, and its buffer in `piece16` is free
+        thread_barrier()  # the piece is in registers, and its buffer in `piece16` is free
         if piece + a.S.pieces < PIECES:
             start_piece(a, buf, block, n + a.S.pieces, piece + a.S.pieces)
         buf.piece16.index(n % 2).reshape([16, 32]).store(unpack((x * a.scale).to(a.q.dtype)))

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..barrier import thread_barrier
 from .layouts import halves, wide_layout
 
 
@@ -61,7 +62,7 @@ def send(a, w, o, outs, C, PART: gl.constexpr):
     if a.S.lent == 0:
         tile = outs.index(C)
         tma.store_wait(0)  # until the store before has read the buffer
-        gl.thread_barrier()
+        thread_barrier()
     else:
         tile = outs.index(C * a.S.chunks + PART)
     flat = tile.reshape([64, COLUMNS])

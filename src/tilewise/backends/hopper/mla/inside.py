@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..barrier import thread_barrier
 from .epilogue import LN2, add_sink, lse_offsets, store_out, times
 
 EACH = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
@@ -22,7 +23,7 @@ def combine_inside(a, sh, w, partial, split, size):
     ROWS: gl.constexpr = a.S.rows
     before = gl.cdiv(w.first, size)  # fragments
     fragments = before + 1 + gl.cdiv(w.pairs - w.last, size)
-    gl.thread_barrier()
+    thread_barrier()
     halves = gl.atomic_add(a.COUNTERS + w.seq, 1, sem="acq_rel")
     if halves == 2 * fragments - 1:
         gl.store(a.COUNTERS + w.seq, 0)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...barrier import thread_barrier
 from ...fwd.pipeline import Ring, new_ring
 from ...signature import struct
 from ..arguments import barriers
@@ -151,7 +152,7 @@ def add_half(a, left, ring, u, grads, WAITS: gl.constexpr, C: gl.constexpr):
                 ring.wait_full(n + j)
             clean(ring.tile(n + j), ring.COLUMNS)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     if WAITS:
         ring.wait_full(n)
     g0 = warpgroup_mma(left, ring.tile(n), grads[0], is_async=True)
