@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 
 from ..api import paged_attention, varlen_attention
 from ..core.problem import MAX_HEAD_DIM
-from ..distributed.cache import combine, gathered
+from ..distributed.combine import combine, gathered
 from ..distributed.layout import Ranks
 from ..errors import InvalidArgument
 from .vllm_cpu import Memory, NewTokens, Step

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core.arrays import with_memory
 from ..core.eager import eager_function
+from ..core.options import is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
+from .agreement import Kind, agreed, described
 from .arguments import KNOWN, lengths_of, prepare
 from .exchange import Heads, ToHeads, ToTokens, connect
-from .faults import agree, is_known
 from .function import EXTRAS, Attention, forward
-from .layout import Ranks, inner_sizes, ranks_of, total, values_of
+from .layout import Ranks, inner_sizes, is_meta, ranks_of, total, values_of
 from .pair_call import Call
+
+OWN_DIMS = {"mask": (-2,), "q_bias": (-1,), "key_indices": (-2, -1)}  # whose sizes are a rank's own
+REASON = "messages between ranks are no part of a graph: it runs outside of graphs, and not with fullgraph=True"
 
 
 def attention(
@@ -62,8 +66,8 @@ def attention(
             for packed sequences.
         kv_lengths: int `[B]`: number of keys in use in the whole sequence.
         q_offset: position of the first query of the whole sequence.
-        validate: True: compare sizes and options between the ranks first, with one exchange. None: only for new sizes,
-            dtypes or options. False: never.
+        validate: True: compare arguments between the ranks first, with one exchange. None: on GPUs only for new sizes,
+            dtypes or values of options. False: never.
 
     All other options are those of `tilewise.attention`, except `out=` and `tile_map=`.
 
@@ -71,24 +75,43 @@ def attention(
         `out` in the shape of `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`,
         `alibi_slopes` and a mask whose rows are not sharded are this rank's share: sum them over the mesh.
     """
-    ring, inner = ranks_of(mesh, scheme)
-    cu_seqlens = values_of("cu_seqlens_q", cu_seqlens_q), values_of("cu_seqlens_k", cu_seqlens_k)
-    length = lengths_of(length, cu_seqlens)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, torch.Tensor) and x.is_meta:
-            raise InvalidArgument(name, "a tensor on meta", "one with values", "tilewise.distributed.plan takes them")
-    q, k, v = (
-        with_memory(name, x) if isinstance(x, torch.Tensor) else x for name, x in zip("qkv", (q, k, v), strict=True)
+    return checked_attention(
+        q, k, v, mesh, scheme, length, (cu_seqlens_q, cu_seqlens_k), return_lse, options, lambda: None
     )
-    seq = 0 if cu_seqlens_q is not None else 1 if options.get("layout") == "blhd" else 2
-    if options.get("validate") is not False and all(isinstance(x, torch.Tensor) and x.ndim > seq for x in (q, k, v)):
-        sizes = _sizes((q, k, v), seq, length)
-        kind = (scheme, length, *sizes.items(), *sorted(options), torch.is_grad_enabled(), cu_seqlens_q is None)
-        new = [ranks for ranks in (inner, ring) if options.get("validate") or not is_known(ranks, kind)]
-        arguments = _common_arguments(sizes, scheme, length, cu_seqlens, options) if new else {}
-        for ranks in new:
-            agree(ranks, arguments, q.device, kind)
-    call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, cu_seqlens, options)
+
+
+def checked_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mesh: Any,
+    scheme: str,
+    length: Any,
+    cu_seqlens: tuple[Any, Any],
+    return_lse: bool,
+    options: dict[str, Any],
+    refuse: Callable[[], None],
+) -> torch.Tensor | AttentionState:
+    """`attention` with a check of its caller, `refuse`: what it raises is told to all ranks, as any wrong argument."""
+    ring, inner = ranks_of(mesh, scheme)
+    groups, validate = (inner, ring), options.get("validate")
+    cu_q, cu_k = (x if is_meta(x) else values_of("", x) for x in cu_seqlens)
+    lengths = lengths_of(length, (cu_q, cu_k))
+    seq = 0 if cu_q is not None else 1 if options.get("layout") == "blhd" else 2
+    kind: Kind = ()
+    if validate is not False and inner.size * ring.size > 1:
+        kind = _kind((q, k, v), seq, scheme, lengths, return_lse, (ring, inner), options)
+
+    def check() -> Any:
+        refuse()
+        qkv = _with_values("q", q), _with_values("k", k), _with_values("v", v)
+        return *qkv, *prepare(*qkv, ring, inner, scheme, lengths, (cu_q, cu_k), options)[:2]
+
+    def arguments() -> dict[str, object]:
+        return _arguments(kind, (cu_q, cu_k), options)
+
+    device = next((x.device for x in (q, k, v) if isinstance(x, torch.Tensor) and not x.is_meta), None)
+    q, k, v, call, extras = agreed(groups, kind, validate, check, arguments, device)
     connect(ring, q.device)
     if inner.size == 1:
         state = _over_ring(call, q, k, v, extras)
@@ -97,33 +120,61 @@ def attention(
     return state if return_lse else state.out
 
 
-eager_function(
-    attention, "messages between ranks are no part of a graph: it runs outside of graphs, and not with fullgraph=True"
-)
+eager_function(attention, REASON)
+eager_function(checked_attention, REASON)
 
 
-def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
-    """The sizes of q, k and v that must be equal on all ranks: not the number of tokens, if `length` gives it."""
-    of_q, of_k = length
-    sizes = {}
-    for name, x, tokens_of_all in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
-        tokens = x.shape[seq] if tokens_of_all is None else None
-        sizes[name] = (*x.shape[:seq], tokens, *x.shape[seq + 1 :], x.dtype, x.requires_grad)
-    return sizes
+def _with_values(name: str, x: Any) -> Any:
+    if is_meta(x):
+        raise InvalidArgument(name, "a tensor on meta", "one with values", "tilewise.distributed.plan takes them")
+    return with_memory(name, x) if isinstance(x, torch.Tensor) else x
 
 
-def _common_arguments(
-    sizes: dict[str, Any], scheme: str, length: Any, cu_seqlens: tuple[Any, Any], options: dict[str, Any]
-) -> dict[str, object]:
-    """What must be equal on all ranks, by argument name."""
-    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
-    arguments: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
-    for name in KNOWN:
-        x: Any = options.get(name)
-        own = name in EXTRAS and isinstance(x, torch.Tensor)  # a rank's rows, or a weight
-        arguments[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
-    arguments["gradients"] = torch.is_grad_enabled()
-    return arguments
+def _kind(
+    qkv: Any,
+    seq: int,
+    scheme: str,
+    lengths: tuple[Any, Any],
+    return_lse: bool,
+    mesh: tuple[Ranks, Ranks],
+    options: dict[str, Any],
+) -> Kind:
+    """The kind of a call, equal on all ranks: without a number of tokens that `lengths` gives, or rows of a rank."""
+    sizes: list[tuple[str, Any]] = []
+    for name, x, tokens_of_all in zip("qkv", qkv, (*lengths, lengths[1]), strict=True):
+        if isinstance(x, torch.Tensor):
+            shape = tuple(None if dim == seq and tokens_of_all is not None else n for dim, n in enumerate(x.shape))
+            sizes.append((name, (*shape, x.dtype, x.requires_grad)))
+        else:
+            sizes.append((name, type(x).__name__))
+    ring, inner = mesh
+    sent: dict[str, Any] = {}
+    if inner.size > 1:  # then these are sent, and their sizes must match
+        mask, indices = (options.get(name) for name in ("mask", "key_indices"))
+        few = is_int(lengths[0]) and lengths[0] < 4 * ring.size * inner.size  # a rank's only row looks like a broadcast
+        sent["mask"] = not few and isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[-2] == 1
+        sent["key_indices"] = getattr(indices, "shape", ())[-1:]
+    others: list[tuple[str, Any]] = []
+    for name, x in options.items():
+        if name == "q_offset" and is_int(x):
+            others.append((name, "an int"))  # values of offsets are no part of a kind
+        elif x is not None:
+            description = described(x, *OWN_DIMS.get(name, ()))
+            others.append((name, (description, sent[name]) if name in sent else description))
+    call = ("scheme", scheme), ("packed", seq == 0), ("length", repr(lengths))
+    lse_sent = "return_lse", bool(return_lse) and inner.size > 1
+    return *call, lse_sent, ("gradients", torch.is_grad_enabled()), *sizes, *sorted(others)
+
+
+def _arguments(kind: Kind, cu_seqlens: tuple[Any, Any], options: dict[str, Any]) -> dict[str, object]:
+    """What must be equal on all ranks, by argument name: the kind, and values of offsets and lengths."""
+    given = dict(kind)
+    names = ("scheme", "packed", "length", *"qkv", *KNOWN, "gradients", "return_lse")
+    values: dict[str, object] = {name: given.pop(name, None) for name in names}
+    values |= {name: values_of(name, options[name]) for name in ("q_offset", "kv_lengths") if name in options}
+    cu_q, cu_k = (values_of(name, x) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
+    function = {"function": "attention", "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    return function | values | {"options": sorted(given)}
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:

@@ -7,11 +7,10 @@ rank attends over its own tokens, and each gets back the merged results of its h
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..api import paged_attention
 from ..core import keywords
@@ -21,14 +20,14 @@ from ..core.options import Options, as_rules, is_int
 from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..kv_cache.checks import sequence_ids
-from ..state import AttentionState, merge
-from .exchange import all_to_all
-from .faults import agree, is_known, report_lost_ranks
-from .layout import Ranks, ranks_of
+from .agreement import Kind, agreed, described
+from .combine import combine, gathered
+from .layout import ranks_of
 
 # Options of `paged_attention` that do not work here: keys are this rank's alone, heads are those of all ranks.
 RULES = tuple(name for name in NO_RULES.options() if name != "causal")
 TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
+OPTIONS = ("sinks", "return_lse", *TAKEN)
 
 
 def tokens_on_rank(length: int, rank: int, ranks: int, interleave: int) -> int:
@@ -143,10 +142,14 @@ class ShardedKVCache:
 
     def attend(self, sequences: int | Sequence[int], q: torch.Tensor, **options: Any) -> Any:
         """Attention of the last tokens' queries over their sequences; see `ShardedBatch.attend`."""
-        _check_rows("q", q)
-        ids = sequence_ids(sequences)
-        before = [self.length(sequence) - q.shape[2] for sequence in ids]
-        return ShardedBatch(self, ids, self.cache.view(ids, 0), before, q.shape[2]).attend(q, **options)
+
+        def last_tokens() -> ShardedBatch:
+            _check_rows("q", q)
+            ids = sequence_ids(sequences)
+            before = [self.length(sequence) - q.shape[2] for sequence in ids]
+            return ShardedBatch(self, ids, self.cache.view(ids, 0), before, q.shape[2])
+
+        return attend(self, last_tokens, q, **options)
 
     def __repr__(self) -> str:
         mine = f"rank {self.ranks.rank} of {self.ranks.size}, interleave={self.interleave}"
@@ -197,55 +200,14 @@ class ShardedBatch:
         Returns:
             `[B, H, L, Dv]` for the heads of `q`; with `return_lse` an `AttentionState`.
         """
-        c, ranks = self.cache, self.cache.ranks
-        if ranks.size > 1 and ranks.group is None:
-            raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
-        self._agree(q, layer, causal, gather, options)
-        return_lse, sinks = options.pop("return_lse", False), options.pop("sinks", None)
-        options = {name: x for name, x in options.items() if name in TAKEN or x is not None}
-        if unknown := [name for name in options if name not in TAKEN]:
-            known = keywords.of(paged_attention)
-            if others := [name for name in unknown if name in known]:
-                raise InvalidArgument(others[0], "one over a sharded cache", "none")
-            keywords.refuse(unknown, ["q", "layer", "causal", "gather", "sinks", "return_lse", *TAKEN])
-        heads = q.shape[1]
-        if sinks is not None and (not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,)):
-            raise InvalidArgument("sinks", getattr(sinks, "shape", type(sinks).__name__), f"({heads},), of q's heads")
-        if torch.is_grad_enabled() and q.requires_grad:
-            raise InvalidArgument("q", "a tensor that requires grad", "one that does not", "a cache has no gradients")
-        if gather and ranks.size > 1:
-            q = gathered(q, ranks, 1)
-        options |= self._positions(q, causal, options)
-        view = c.cache.view(self.sequences, 0)
-        if ranks.size == 1:
-            options["sinks"] = sinks
-        state = view.attend(q, layer, return_lse=True, **options)
-        if ranks.size > 1:  # a sink counts once, in the merge
-            state = combine(state, ranks, heads if gather else 0, sinks=sinks)
-        return state if return_lse else state.out
+        return attend(self.cache, lambda: self, q, layer, causal=causal, gather=gather, **options)
 
-    def _agree(self, q: torch.Tensor, layer: int, causal: bool, gather: bool, options: dict[str, Any]) -> None:
-        """Compares sizes and options with the other ranks' if such a call is new or `validate` is True."""
-        _check_rows("q", q)
-        ranks, validate = self.cache.ranks, options.get("validate")
-        kind = ("cache", *q.shape, q.dtype, repr(causal), gather, *sorted(options))
-        if validate is False or not (validate or not is_known(ranks, kind)):
-            return
-        arguments: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
-        for name in TAKEN:
-            x = options.get(name)
-            arguments[name] = x.tolist() if isinstance(x, torch.Tensor) else x
-        arguments |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
-        agree(ranks, arguments, q.device, kind)
-
-    def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
+    def positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
         """Options for the positions of queries and this rank's keys: strides, or with `interleave` > 1 a mask."""
         c, ranks = self.cache, self.cache.ranks
         first = torch.tensor(self.before, dtype=torch.int32, device=q.device)
         if c.interleave == 1 or ranks.size == 1:
             return {"causal": causal, "q_offset": first, "k_start": ranks.rank, "k_stride": ranks.size}
-        if options.get("alibi_slopes") is not None:
-            raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
         most = max((c._own_tokens(n + self.count) for n in self.before), default=0)
         j = torch.arange(max(most, 1), device=q.device)  # a rank without keys needs a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
@@ -255,49 +217,70 @@ class ShardedBatch:
         return {"causal": False, "mask": visible[:, None]}
 
 
+def attend(
+    c: ShardedKVCache,
+    batch_of: Callable[[], ShardedBatch],
+    q: Any,
+    layer: int = 0,
+    *,
+    causal: bool = True,
+    gather: bool = True,
+    **options: Any,
+) -> Any:
+    """`ShardedBatch.attend` of a batch that is found, and may be refused, with the other checks of the call."""
+    ranks, validate = c.ranks, options.get("validate")
+    if ranks.size > 1 and ranks.group is None:
+        raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
+    kind: Kind = ()
+    if ranks.size > 1 and validate is not False:
+        sizes = (*q.shape, q.dtype, q.requires_grad) if isinstance(q, torch.Tensor) else type(q).__name__
+        rules = {"causal": causal, "gather": gather, **options}.items()
+        kind = ("function", "attend"), ("q", sizes), *sorted((name, described(x)) for name, x in rules if x is not None)
+
+    def check() -> tuple[ShardedBatch, dict[str, Any]]:
+        _check_rows("q", q)
+        _check_options(q, causal, c, options)
+        return batch_of(), {name: x for name, x in options.items() if name in TAKEN}
+
+    def arguments() -> dict[str, object]:
+        given = dict(kind)
+        names = ("function", "q", "causal", "gather", "sinks", "return_lse", *TAKEN)
+        values: dict[str, object] = {name: given.pop(name, None) for name in names}
+        slopes, batch = options.get("alibi_slopes"), batch_of()
+        values["alibi_slopes"] = slopes.tolist() if isinstance(slopes, torch.Tensor) else slopes
+        return values | {"options": sorted(given), "layer": layer, "sequences": (batch.sequences, batch.before)}
+
+    device = q.device if isinstance(q, torch.Tensor) and not q.is_meta else None
+    batch, passed = agreed([ranks], kind, validate, check, arguments, device)
+    sinks, heads = options.get("sinks"), q.shape[1]
+    if gather and ranks.size > 1:
+        q = gathered(q, ranks, 1)
+    passed |= batch.positions(q, causal, passed)
+    if ranks.size == 1:
+        passed["sinks"] = sinks
+    state = c.cache.view(batch.sequences, 0).attend(q, layer, return_lse=True, **passed)
+    if ranks.size > 1:  # a sink counts once, in the merge
+        state = combine(state, ranks, heads if gather else 0, sinks=sinks)
+    return state if options.get("return_lse") else state.out
+
+
+def _check_options(q: torch.Tensor, causal: Any, c: ShardedKVCache, options: dict[str, Any]) -> None:
+    """Checks the options of `attend` that need no other rank."""
+    if unknown := [name for name, x in options.items() if name not in OPTIONS and x is not None]:
+        known = keywords.of(paged_attention)
+        if others := [name for name in unknown if name in known]:
+            raise InvalidArgument(others[0], "one over a sharded cache", "none")
+        keywords.refuse(unknown, ["q", "layer", "causal", "gather", *OPTIONS])
+    heads, sinks = q.shape[1], options.get("sinks")
+    if sinks is not None and (not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,)):
+        raise InvalidArgument("sinks", getattr(sinks, "shape", type(sinks).__name__), f"({heads},), of q's heads")
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise InvalidArgument("q", "a tensor that requires grad", "one that does not", "a cache has no gradients")
+    if c.interleave > 1 and c.ranks.size > 1 and options.get("alibi_slopes") is not None:
+        raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
+    as_rules(Options(causal=causal, **{name: options[name] for name in RULES if name in options}))
+
+
 def _check_rows(name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor) or x.ndim != 4:
         raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), "a torch tensor [B, H, L, D]")
-
-
-def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
-    """All-gathers tensors of one shape along a dim."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
-    with report_lost_ranks(ranks):
-        dist.all_gather(parts, x.contiguous(), group=ranks.group)
-    return torch.cat(parts, dim)
-
-
-def combine(
-    state: AttentionState, ranks: Ranks, heads: int, dim: int = 1, sinks: torch.Tensor | None = None
-) -> AttentionState:
-    """Merges the partial results of all ranks over their own keys, in rank order.
-
-    Args:
-        state: `out` and `lse` over this rank's keys, with the heads of all ranks along `dim`.
-        ranks: the ranks.
-        heads: heads of each rank, which gets the result of its own; 0: every rank gets all heads.
-        dim: the dim of heads.
-        sinks: one for each head that this rank gets; not part of any state.
-    """
-    out, lse = state
-    cuts = out.split(heads, dim) if heads else [out] * ranks.size
-    lses = lse.split(heads, dim) if heads else [lse] * ranks.size
-    # One message to each rank, as bytes: lse in float32, out in its dtype, and padding that aligns the next message.
-    shape = cuts[ranks.rank].shape
-    at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
-    slack = out.new_zeros(-end % 4, dtype=torch.uint8)
-    parts = [torch.cat([_bytes(b), _bytes(a), slack]) for a, b in zip(cuts, lses, strict=True)]
-    received = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
-    states = [
-        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1]))
-        for x in received
-    ]
-    if sinks is not None:
-        by_head = sinks.float().view([-1 if i == dim else 1 for i in range(len(shape) - 1)])
-        states.append(AttentionState(torch.zeros_like(states[0].out), by_head.expand(shape[:-1])))
-    return merge(states)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)

@@ -13,7 +13,7 @@ import torch
 
 from ..compat import sdpa
 from ..errors import InvalidArgument
-from .attention import attention
+from .attention import checked_attention
 from .layout import ORDERS, check_dim, inner_sizes, pieces, ranks_of, shard, total
 
 _alone = threading.Lock()  # functions are replaced for the whole process
@@ -97,18 +97,25 @@ def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
 def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """The functions to replace, by module, and their replacements inside the context."""
 
-    def sharded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        for name, fine in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
-            if options.get(name) not in fine:
-                remedy = "no cache and no padding under context_parallel: tilewise.distributed.attention takes both"
-                raise InvalidArgument(name, "a part's own", "that of the whole sequence", remedy)
-        if options.get("mask") is not None and options["mask"].shape[-1] == k.shape[_seq(options)] > 1:
-            remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
-            raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
-        at = _seq(options)
+    def sharded(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, refused: Any = None, **options: Any
+    ) -> Any:
+        at = 1 if options.get("layout") == "blhd" else 2
+
+        def refuse() -> None:
+            if refused is not None:
+                raise refused
+            for name, fine in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
+                if options.get(name) not in fine:
+                    remedy = "no cache and no padding under context_parallel: tilewise.distributed.attention takes both"
+                    raise InvalidArgument(name, "a part's own", "that of the whole sequence", remedy)
+            if options.get("mask") is not None and options["mask"].shape[-1] == k.shape[at] > 1:
+                remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
+                raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
+
         options.pop("validate", None)  # it is about one call's values; ranks compare new kinds of calls anyway
         lengths = whole.get(q.shape[at]), whole.get(k.shape[at])
-        return attention(q, k, v, mesh=mesh, scheme=scheme, length=lengths, **options)
+        return checked_attention(q, k, v, mesh, scheme, lengths, (None, None), return_lse, options, refuse)
 
     def packed(*_: Any, **__: Any) -> Any:
         remedy = "tilewise.distributed.attention(cu_seqlens_q=...) takes them"
@@ -136,15 +143,13 @@ def _whole_pattern(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, 
     """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's shard."""
     from ..compat.mask_patterns import Pattern
 
-    padded = is_token is not None and not bool(is_token.all())
-    if padded or rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
-        remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
-        raise InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)
     options: dict[str, Any] = {"causal": rules.causal, "validate": False, "chunk": rules.chunk}
+    remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
+    wrong = InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)
+    if rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
+        raise wrong
+    if is_token is not None and not bool(is_token.all()):
+        options["refused"] = wrong  # by the call, which tells the other ranks: they may have no padding
     if rules.left is not None or rules.right is not None:
         options["window"] = (rules.left, rules.right)
     return Pattern(shape, {**options, "q_offset": 0})
-
-
-def _seq(options: dict[str, Any]) -> int:
-    return 1 if options.get("layout") == "blhd" else 2

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.options import is_int
 from ..errors import InvalidArgument
-from .faults import agree, report_lost_ranks
+from .agreement import agreed
+from .faults import report_lost_ranks
 
 ORDERS = {
     "ring": "contiguous",
@@ -133,9 +134,13 @@ def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Seq
     return rows.split(inner_sizes(len(rows), inner.size))[inner.rank]
 
 
+def is_meta(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_meta
+
+
 def values_of(name: str, x: Any) -> Any:
     """A tensor's values as a list; anything else as it is."""
-    if isinstance(x, torch.Tensor) and x.is_meta:
+    if is_meta(x):
         raise InvalidArgument(name, "a tensor on meta", "its values: the plan of who sends what is made of them")
     return x.tolist() if hasattr(x, "tolist") else x
 
@@ -218,21 +223,30 @@ def unshard(
         cu_seqlens: as given to `shard`.
     """
     ring, inner = ranks_of(mesh, scheme)
-    check_dim("x", x, "dim", dim)
-    dim %= x.ndim
-    plain = values_of("cu_seqlens", cu_seqlens)
-    length = packed_length(plain) if length is None else length
-    sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
-    for ranks in (inner, ring):  # collectives with different sizes abort the process
-        agree(ranks, {"scheme": scheme, "dim": dim, "cu_seqlens": plain, "length": length, "x": sizes}, x.device)
-    length = global_length(x.shape[dim], length, ring.size, inner.size)
-    offsets = as_offsets(cu_seqlens, length)
-    places = (
-        [Ranks(None, r, ring.size) for r in range(ring.size)],
-        [Ranks(None, u, inner.size) for u in range(inner.size)],
-    )
-    rows = [[rows_of(length, r, u, scheme, offsets) for u in places[1]] for r in places[0]]
-    check_count("x", x.shape[dim], len(rows[ring.rank][inner.rank]), length)
+
+    def check() -> tuple[int, int, list[list[torch.Tensor]]]:
+        check_dim("x", x, "dim", dim)
+        plain = values_of("cu_seqlens", cu_seqlens)
+        given = packed_length(plain) if length is None else length
+        tokens = global_length(x.shape[dim], given, ring.size, inner.size)
+        offsets = as_offsets(plain, tokens)
+        places = (
+            [Ranks(None, r, ring.size) for r in range(ring.size)],
+            [Ranks(None, u, inner.size) for u in range(inner.size)],
+        )
+        rows = [[rows_of(tokens, r, u, scheme, offsets) for u in places[1]] for r in places[0]]
+        check_count("x", x.shape[dim], len(rows[ring.rank][inner.rank]), tokens)
+        return dim % x.ndim, tokens, rows
+
+    def arguments() -> dict[str, object]:
+        plain, at = values_of("cu_seqlens", cu_seqlens), dim % x.ndim
+        even = length is None and packed_length(plain) is None
+        sizes = (*x.shape[:at], x.shape[at] if even else None, *x.shape[at + 1 :], x.dtype)
+        shared = {"scheme": scheme, "dim": at, "cu_seqlens": plain, "length": length, "x": sizes}
+        return {"function": "unshard", **shared}
+
+    device = x.device if isinstance(x, torch.Tensor) else None
+    dim, length, rows = agreed((inner, ring), (), True, check, arguments, device)  # otherwise Gloo ends the process
     moved = x.detach().movedim(dim, 0).contiguous()
     if scheme == "2d":  # the inner ranks first: together they hold a ring rank's shard
         moved = torch.cat(_gathered(moved, inner, [len(part) for part in rows[ring.rank]]))
