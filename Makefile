@@ -91,9 +91,14 @@ clean: ## remove .venv, every cache and what make train wrote
 	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# torch for a GPU brings its Triton. Beside torch for the CPU, tests compile GPU kernels by the one that they ran with.
+TRITON := triton==3.6.0
+WHICH_TRITON := import sys, torch; print("" if torch.version.cuda or torch.version.hip or sys.platform != "linux" else "$(TRITON)")
+
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
 $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
-	$(INSTALL) -e ".[$*]"
+	$(INSTALL) torch
+	$(INSTALL) -e ".[$*]" $(if $(filter dev,$*),$$($(BIN)/python -W ignore -c '$(WHICH_TRITON)'))
 	$(COMPILE)
 	@touch $@
 
