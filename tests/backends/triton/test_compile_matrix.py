@@ -11,6 +11,7 @@ if sys.platform != "linux":
 
 import compile_matrix
 import matrix
+import triton
 from aot import attend_of, forward_kernels
 from assembler import local_in_loops, of_nvidia
 from compile_matrix import (
@@ -85,6 +86,7 @@ def test_spills_are_found():
     assert "does not compile" in str(wrong({"error": "RuntimeError"}))
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="counts instructions as Triton 3.6 makes them")
 def test_only_kernels_with_local_memory_are_disassembled():
     """By Hopper's tile a window spills on Ampere; decode has no local memory, and no instruction reads any."""
     spilled = attend_of(cases()["D128-window"], 86, Config(64, 64, 4, 3))

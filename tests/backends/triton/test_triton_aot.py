@@ -13,6 +13,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import triton
 from aot import SHARED, attend_of, compile_kernel, forward_kernels, half_way, shared_of
 from assembler import disassembled
 from problem_space import problem_of
@@ -192,6 +193,7 @@ def test_rows_of_float32_products_are_copied_once(kv, heads):
     assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="counts instructions as Triton 3.6 makes them")
 @pytest.mark.parametrize("heads", [16, *slowly(128)])
 @pytest.mark.parametrize(("kind", "stored", "groups"), [("int8", 576, 5), ("fp8_latent", 640, 4)])
 def test_rows_of_bytes_are_copied_once_with_their_scales(kind, stored, groups, heads):
