@@ -137,12 +137,16 @@ def check(name, args, options):
         want = outcome(entry, args, options)
     with unknown():
         base = outcome(entry, plain_args, plain)
+    # Comparisons by name: with CI set, pytest would write out how two lists of numbers differ, in seconds.
     for _ in range(2):
-        assert outcome(entry, plain_args, plain) == base
+        as_before = outcome(entry, plain_args, plain) == base
+        assert as_before, plain
     assert call_cache.find(call_cache.key_of(entry.__name__, plain_args, plain)) is not None
     for _ in range(3):
-        assert outcome(entry, args, options) == want
-    assert outcome(entry, plain_args, plain) == base
+        as_alone = outcome(entry, args, options) == want
+        assert as_alone, options
+    as_before = outcome(entry, plain_args, plain) == base
+    assert as_before, plain
 
 
 @pytest.mark.parametrize("name", CALLS)
