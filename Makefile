@@ -13,7 +13,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix lint format docs \
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton lint format docs \
 	wheel clean
 
 help: ## show this list
@@ -63,6 +63,10 @@ apple: $(VENV)/.installed-dev ## MLX's attention kernels as Apple's compiler rea
 matrix: $(VENV)/.installed-dev ## every kind of GPU kernel compiled for every GPU, without one; goes on where it was stopped
 	$(BIN)/python tools/matrix.py
 
+triton: $(VENV)/.installed-dev ## tests of the GPU kernels with another Triton: make triton WITH=3.7.1
+	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
+	PYTHONPATH=.cache/triton-$(WITH) $(PYTEST) -m "not slow" tests/backends/triton tests/backends/hopper
+
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -93,6 +97,7 @@ clean: ## remove .venv, every cache and what make train wrote
 
 # torch for a GPU brings its Triton. Beside torch for the CPU, tests compile GPU kernels by the one that they ran with.
 TRITON := triton==3.6.0
+WITH ?= 3.7.1
 WHICH_TRITON := import sys, torch; print("" if torch.version.cuda or torch.version.hip or sys.platform != "linux" else "$(TRITON)")
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
