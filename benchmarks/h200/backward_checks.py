@@ -93,9 +93,8 @@ def cases(wide: bool) -> list[Case]:
     return list(found.values())
 
 
-def choose(persistent: bool, unsplit: bool, clean: bool) -> None:
-    """In a new process: persistent programs in every case, no split key blocks, a fix-up by the kernel itself."""
-    config.CLEANS = config.CLEANS or clean
+def choose(persistent: bool, unsplit: bool) -> None:
+    """In a new process: persistent programs in every case, no split key blocks."""
     if persistent:
         config.persistent = lambda p: True
         launch.target_of = lambda device: nvidia(90, 5)  # so that a program has many blocks
@@ -160,7 +159,6 @@ def main() -> int:
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
     parser.add_argument("--unsplit", action="store_true", help="no split key blocks, which most small cases have")
-    parser.add_argument("--clean", action="store_true", help="a fix-up by the kernel itself (bwd/clean.py)")
     parser.add_argument("--properties", action="store_true", help="those of the suite too, by the planner's choice")
     parser.add_argument("--every", action="store_true", help="repeats of a case of every kernel, and nothing else")
     parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256, 512 and between")
@@ -177,7 +175,7 @@ def main() -> int:
     repeated = [("hopper", case) for case in big]
     if args.every:
         repeated, chosen = [x for x in EVERY if args.only in str(x[1])], []
-    chosen_forms = (args.persistent, args.unsplit, args.clean)
+    chosen_forms = (args.persistent, args.unsplit)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), choose, chosen_forms) as pool:
         jobs = {pool.submit(repeats, case, args.repeats, backend): "repeats" for backend, case in repeated}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}

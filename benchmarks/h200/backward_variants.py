@@ -40,15 +40,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "both, other": {"converts": True, "direct": True},
     "near": {"converts": False, "direct": False},
     "chosen": {},
-    "cleans": {},  # and a fix-up by the kernel itself (bwd/clean.py)
 }
 WORKS = {
     "dense 16k": ("plain",),
-    "window": ("plain", "converts", "both", "both, other", "chosen", "cleans"),
-    "packed": ("plain", "both", "both, other", "chosen", "cleans"),
-    "causal 1k": ("plain", "direct", "both", "chosen", "cleans"),
-    "causal 4k": ("plain", "both", "chosen", "cleans"),
-    "causal 16k": ("plain", "chosen", "cleans"),
+    "window": ("plain", "converts", "both", "both, other", "chosen"),
+    "packed": ("plain", "both", "both, other", "chosen"),
+    "causal 1k": ("plain", "direct", "both", "chosen"),
+    "causal 4k": ("plain", "both", "chosen"),
+    "causal 16k": ("plain", "chosen"),
     "softcap 4k": ("plain", "near", "both"),
     "softcap 4k, far": ("plain", "near", "both"),
 }
@@ -85,7 +84,7 @@ def use(form: str, few: bool = False) -> None:
         # The converter's registers by the head dim, or the other way round.
         return replace(s, producer_regs=32 if s.converts and (s.D == 128) != ("other" in form) else 24)
 
-    config.spec_of, config.splits_of, config.CLEANS = spec_of, lambda p, target: 1, form == "cleans"
+    config.spec_of, config.splits_of = spec_of, lambda p, target: 1
     if few:  # persistent programs of many blocks
         config.persistent = lambda p: True
         launch.target_of = lambda device: nvidia(90, 5)

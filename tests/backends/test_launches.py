@@ -19,7 +19,6 @@ from launch_calls import append, backward, changes, forward, merged, misaligned,
 from launch_mutants import MUTANTS
 from tilewise.backends import hopper, triton
 from tilewise.backends.gpu import kernel, semaphores
-from tilewise.backends.hopper.bwd import config as backward_config
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, GRADIENTS, LATENT_ROWS
 
@@ -83,13 +82,11 @@ HOPPER_BACKWARD = {
     "wide, split": replace(BF16, Hkv=2, Lq=200, D=512, causal=True, sinks=True),
     "wide, softcap": replace(BF16, Lq=200, D=256, softcap=30.0), "wide, varlen": replace(VARLEN, D=512),
 }  # fmt: skip
-CLEAN = ("causal", "split", "varlen", "lengths", "mask, sums", "wide", "wide, split", "wide, varlen")
 
 CALLS = {f"triton, {name}": partial(forward, case, triton) for name, case in TRITON.items()}
 CALLS |= {f"triton backward, {name}": partial(backward, case, triton) for name, case in TRITON_BACKWARD.items()}
 CALLS |= {f"hopper, {name}": partial(forward, case, hopper) for name, case in HOPPER.items()}
 CALLS |= {f"hopper backward, {name}": partial(backward, case, hopper) for name, case in HOPPER_BACKWARD.items()}
-CALLS |= {f"clean, {name}": partial(backward, HOPPER_BACKWARD[name], hopper) for name in CLEAN}
 CALLS |= {
     "write, bf16": partial(append, "bf16", packed=False, paged=False),
     "write, int8": partial(append, "int8", packed=True, paged=True),
@@ -113,9 +110,8 @@ def recorder(monkeypatch):
 
 
 @pytest.fixture
-def call(request, monkeypatch):
-    """A call by name. A clean one has its non-finite fix-up by the kernel itself."""
-    monkeypatch.setattr(backward_config, "CLEANS", request.param.startswith("clean"))
+def call(request):
+    """A call by name."""
     made = CALLS[request.param]()
     assert not isinstance(made, str), made
     return made
@@ -126,7 +122,7 @@ def test_a_repeated_call_launches_the_same(recorder, call):
     assert repeats(recorder, call) == {}
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if not name.startswith("clean")], indirect=True)
+@pytest.mark.parametrize("call", CALLS, indirect=True)
 def test_a_call_with_other_strides_is_not_launched_with_the_first_ones(recorder, call):
     assert changes(recorder, call) == {}
 
@@ -147,10 +143,9 @@ def test_a_call_that_is_not_aligned_is_compiled_anew(recorder, call, name):
     assert misaligned(recorder, call, name) == {}
 
 
-def test_every_kernel_is_launched(recorder, monkeypatch):
+def test_every_kernel_is_launched(recorder):
     found = set()
-    for name, make in CALLS.items():
-        monkeypatch.setattr(backward_config, "CLEANS", name.startswith("clean"))
+    for make in CALLS.values():
         made = make()
         found |= {x.kernel for x in recorder.record(made.new(), made.tensors)}
     assert found == {f"{module}.{name}" for module, names in KERNELS.items() for name in names.split()}
@@ -159,7 +154,6 @@ def test_every_kernel_is_launched(recorder, monkeypatch):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_mistake_is_rejected(recorder, monkeypatch, mutant):
     """Calls without a mistake pass the same checks above."""
-    monkeypatch.setattr(backward_config, "CLEANS", mutant.call.startswith("clean"))
     mutant.apply(monkeypatch)
     assert mutant.check(recorder, CALLS[mutant.call]()) != {}
 
@@ -209,10 +203,10 @@ SWEEPS = {
         for dims in ("qk", "bhqk", "h1k") for kind in ("bool", "bf16") for tile in ((64, 64), (128, 128), (32, 256))
     ],
     **{
-        f"{how} backward {D}, {Dv}": lambda D=D, Dv=Dv: [
+        f"hopper backward {D}, {Dv}": lambda D=D, Dv=Dv: [
             partial(backward, in_16_bits_with_gradients(c, D, Dv), hopper) for c in GRADIENTS
         ]
-        for how in ("hopper", "clean") for D, Dv in WIDTHS
+        for D, Dv in WIDTHS
     },
     "writes": lambda: [
         partial(append, dtype, packed=packed, paged=paged)
@@ -224,8 +218,7 @@ LEAST = {"hopper, latent": 10, "hopper, tile maps": 10, "writes": 20}  # calls o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sweep", SWEEPS)
-def test_every_case(recorder, monkeypatch, sweep):
-    monkeypatch.setattr(backward_config, "CLEANS", sweep.startswith("clean"))
+def test_every_case(recorder, sweep):
     served, wrong = 0, {}
     for make in SWEEPS[sweep]():
         made = make()

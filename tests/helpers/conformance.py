@@ -8,7 +8,7 @@ from tilewise.errors import Unsupported
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, GRADIENTS, LATENT_ROWS
 from tilewise.testing.check import check_case
-from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
+from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES, hidden_values_change_no_bit
 from tilewise.testing.gradients import check_gradients
 from tilewise.testing.properties import PROPERTIES
 
@@ -59,3 +59,6 @@ class BackwardConformance:
     @pytest.mark.parametrize("name", GRADIENT_PROPERTIES)
     def test_gradient_property(self, name):
         GRADIENT_PROPERTIES[name](self.backend, self.device)
+
+    def test_hidden_values_change_no_bit(self):
+        hidden_values_change_no_bit(self.backend, self.device)

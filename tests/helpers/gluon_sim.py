@@ -34,7 +34,6 @@ BACKWARD = PLACES | {
     for name in (
         "arguments",
         "sync",
-        "clean",
         "tile_scheduler",
         "mask",
         "producer",

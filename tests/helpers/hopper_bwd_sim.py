@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,15 +13,11 @@ import gluon_sim
 from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, Tensor
 from hopper_sim import flat
-from tilewise.backends import reference as oracle
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.prepost import MOST_LSE
 from tilewise.core.plan import Plan
-from tilewise.core.tensors import BackwardTensors, sequences
-from tilewise.reference import visible_cells
-from tilewise.testing.case import Case
-from tilewise.testing.gradients import make_gradients
+from tilewise.core.tensors import BackwardTensors
 
 LOWEST = -6e4
 
@@ -90,7 +85,6 @@ class Backward:
             self.t.dmask.zero_()
         self.given["SEMAPHORES"].zero_()
         self.given["COUNTER"].zero_()
-        self.given["FLAG"].fill_(int(getattr(self.spec, "clean", False)))
         for b, h, row, count, entry in self.entries():
             rows = slice(row, row + count)
             lse = f.lse[b, h, rows].numpy()
@@ -183,38 +177,3 @@ class Wide(Backward):
             made["TABLE"] = listed(g["CU_Q" if s.of_queries else "CU_K"], s.BO, own["blocks"])
         arguments = kernels["wide.arguments"].WideArguments
         launch(kernels["wide.kernel"].wide_backward, arguments, made, own["blocks"] * own["planes"], seed)
-
-
-def ran(pass_: Backward, kernels: Any, programs: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The gradients of a pass, over poisoned ones."""
-    for gradient in pass_.t.gradients().values():
-        gradient.fill_(float("nan"))
-    pass_.run(kernels, programs, seed)
-    return {name: x.clone() for name, x in pass_.t.gradients().items()}
-
-
-def check_fix_up(case: Case, run: Callable[[Any, bool], dict[str, torch.Tensor]], grads: tuple[str, ...]) -> None:
-    """The fix-up, `run(made, True)`, of inputs with NaN in every slack, and in a row of q, k or v that some rows see,
-    must have the bits of the first launch, `run(made, False)`, over clean inputs.
-    """
-    clean = run(make_gradients(case, slack=0.0, grads=grads), False)
-    for gradient, x in run(make_gradients(case, slack=float("nan"), grads=grads), True).items():
-        assert torch.equal(x, clean[gradient]), f"d{gradient} of {case} with NaN in the slack"
-    if case.form != "dense" or case.lengths:
-        return
-    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",)), ("v", ("q",))):
-        made = make_gradients(case, slack=0.0, grads=grads)
-        f, p = made.call.tensors.forward, made.call.problem
-        seen = torch.stack([visible_cells(seq).expand(p.heads, -1, -1) for seq in sequences(p, f)])  # [B, H, Lq, Lk]
-        by_row = (seen.mT if spoilt == "q" else seen).flatten(0, 2)  # of each row of q, or of k and v
-        rows = (by_row.any(0) & ~by_row.all(0)).nonzero().flatten()
-        row = int(rows[len(rows) // 2])
-        getattr(f, spoilt)[:, :, row] = float("nan")
-        oracle.run(oracle.plan(p), f)
-        got = run(made, True)
-        unseen = ~(seen[:, :, row] if spoilt == "q" else seen[..., row])
-        unseen = unseen.unflatten(1, (got[gone[0]].shape[1], -1)).all(2)  # by all heads of a group
-        assert unseen.any()
-        for gradient in gone:
-            assert torch.equal(clean[gradient][unseen], got[gradient][unseen]), f"{case}: NaN in {spoilt}"
-            assert got[gradient][~unseen].isnan().any(), f"{case}: a NaN that is seen is lost"

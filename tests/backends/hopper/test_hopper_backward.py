@@ -112,28 +112,11 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
             assert sum("LDL" in x for x in loop) <= 12
 
 
-HIDING = [p for p in PROBLEMS if config.spec_of(p, H200).guarded]
-
-
-@pytest.mark.parametrize("p", [pytest.param(p, marks=[pytest.mark.slow] * (n > 0)) for n, p in enumerate(HIDING)])
-def test_fix_ups_fit(p, monkeypatch):
-    """The kernel that computes a flagged call again, with the memory and the launches it takes."""
-    monkeypatch.setattr(config, "CLEANS", True)
-    launcher, arguments = given(p)
-    assert launcher.cleans
-    assert arguments["COUNTER_2"].shape == (1,)
-    assert arguments["SEMAPHORES_2"].shape == (launcher.blocks,)
-    made = built(backward, arguments | {"S": replace(arguments["S"], clean=True, persistent=True, guarded=False)})
-    assert made.shared <= SHARED[90]
-    assert "serialized" not in made.report
-    assert stale(made.sass) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("p", PROBLEMS[-4:-1], ids=("packed", "dense", "softcap"))
 def test_what_comes_before_and_after_compiles(p):
     _, arguments = given(p)
-    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "GUARDED", "CONVERTS", "FIX_UP")
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "GUARDED", "CONVERTS")
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
@@ -141,7 +124,7 @@ def test_what_comes_before_and_after_compiles(p):
     assert fix_up.shared <= SHARED[90]
     partials = {"DK_PARTIALS": arguments["LSE"], "DV_PARTIALS": arguments["LSE"]}
     sizes = {"kv_heads": 4, "rows": 4096, "splits": 2, "ROWS": COMBINE_ROWS}
-    assert built(combine_splits, arguments | partials | sizes, ("ROWS", "D", "FIX_UP")).sass
+    assert built(combine_splits, arguments | partials | sizes, ("ROWS", "D")).sass
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}
         assert built(clear_rest, arguments | rest | {"ROWS": 32}, ("ROWS", "D")).sass

@@ -12,7 +12,7 @@ if sys.platform != "linux":
 
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Backward, check_fix_up, ran
+from hopper_bwd_sim import Backward
 from tilewise.backends.hopper.bwd import config
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
@@ -82,76 +82,6 @@ SPLIT = ("D64", "D128 causal, groups", "D128 window", "a stripe", "lengths, soft
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_key_blocks(name, splits):
     simulate(CASES[name], KERNELS, 2, splits, splits)
-
-
-CLEAN = {"clean": True, "persistent": True, "guarded": False}
-HIDING = [name for name in CASES if name != "D64"]
-
-
-def fix_up(name, kernels, splits=1, converts=False, seed=3):
-    """By 2 programs that take key blocks one after the other."""
-    forms = {"persistent": True, "converts": converts and splits == 1}
-
-    def run(made, clean):
-        changes = forms | (CLEAN if clean else {})
-        with patch.object(config, "splits_of", lambda p, target: splits):
-            return ran(Backward(made.call.problem, made.call.tensors, **changes), kernels, 2, seed)
-
-    check_fix_up(CASES[name], run, ("q", "k", "v"))
-
-
-@pytest.mark.parametrize("converts", [False, True])
-@pytest.mark.parametrize("name", HIDING)
-def test_fix_up_keeps_bits(name, converts):
-    fix_up(name, KERNELS, converts=converts)
-
-
-@pytest.mark.parametrize("name", ["D128 causal, groups", "D128 window"])
-def test_fix_up_of_split_key_blocks_keeps_bits(name):
-    fix_up(name, KERNELS, splits=2)
-
-
-def not_flagged(kernels):
-    """A fix-up of a call that is not flagged writes nothing."""
-    made = make_gradients(CASES["window"], slack=0.0, grads=("q", "k", "v"))
-    for gradient in made.call.tensors.gradients().values():
-        gradient.fill_(7.0)
-    sim = Backward(made.call.problem, made.call.tensors, **CLEAN)
-    sim.before = lambda: [sim.given[name].zero_() for name in ("FLAG", "COUNTER", "SEMAPHORES")]
-    sim.after = lambda: None
-    sim.run(kernels, 3)
-    assert all((x == 7.0).all() for x in made.call.tensors.gradients().values())
-    assert sim.given["ACC"].isnan().all()
-
-
-def test_fix_up_without_a_flag_does_nothing():
-    not_flagged(KERNELS)
-
-
-FIX_UP_MUTANTS = {
-    "K is not cleaned": ("bwd.clean", "    clean(buf.k.index(C)", "    None and clean(buf.k.index(C)"),
-    "Q is not cleaned": ("bwd.clean", "    clean_half(tile(buf.q,", "    None and clean_half(tile(buf.q,"),
-    "half of dO is not cleaned": ("bwd.clean", "a.S.do_stages, BM, D), BM, D, C)", "a.S.do_stages, BM, D), BM, D, 0)"),
-    "one consumer does not wait for the other": ("bwd.clean", "    named_barrier(", "    None and named_barrier("),
-    "dS under hidden cells": ("bwd.consumer", "        ds = hide(ds,", "        None and hide(ds,"),
-    "the flag is not looked at": ("bwd.producer", "gl.load(a.FLAG) != 0", "gl.load(a.FLAG) != 9"),
-}
-
-
-@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
-def test_a_wrong_fix_up_is_noticed(name):
-    file, old, new = FIX_UP_MUTANTS[name]
-    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
-    with pytest.raises((SimError, AssertionError)):
-        fix_up_all(kernels)
-
-
-def fix_up_all(kernels):
-    not_flagged(kernels)
-    for seed in range(6):
-        fix_up("rows that see nothing", kernels, seed=seed)
-    for case in ("D128 causal, groups", "D128 rows that see nothing", "packed"):
-        fix_up(case, kernels)
 
 
 MUTANTS = {

@@ -52,17 +52,6 @@ PROBLEMS = {
 SLOW = [pytest.mark.slow]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_fix_ups_fit(name):
-    """The kernels that compute a flagged call again."""
-    arguments = given(PROBLEMS[name])[1]
-    made = built(backward, arguments | {"S": replace(arguments["S"], clean=True, persistent=True, guarded=False)})
-    assert made.shared <= SHARED[90]
-    assert "serialized" not in made.report
-    assert stale(made.sass) == []
-
-
 @pytest.mark.parametrize("name", [pytest.param(x, marks=SLOW * (x != "dense")) for x in PROBLEMS])
 def test_kernels_fit_and_keep_their_products_in_flight(name):
     p = PROBLEMS[name]

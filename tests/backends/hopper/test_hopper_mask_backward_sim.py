@@ -12,7 +12,7 @@ if sys.platform != "linux":
 
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Backward, check_fix_up, ran
+from hopper_bwd_sim import Backward
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -68,40 +68,6 @@ def test_other_orders_and_a_program_for_each_key_block(name, seed):
 @pytest.mark.parametrize("near", [False, True])
 def test_each_thread_reads_its_own_cells_where_tiles_cannot_be_copied(near):
     simulate(CASES["dense"], KERNELS, mask_tiles=False, dmask_tiles=False, near=near)
-
-
-CLEAN = {"clean": True, "persistent": True, "guarded": False}
-
-
-def fix_up(name, kernels, seed=0):
-    def run(made, clean):
-        changes = CLEAN if clean else {"persistent": True}
-        return ran(Backward(made.call.problem, made.call.tensors, **changes), kernels, 2, seed)
-
-    check_fix_up(CASES[name], run, MASK)
-
-
-FIXED = [name for name in CASES if "lengths" not in name and "least" not in name]
-
-
-@pytest.mark.parametrize("name", FIXED)
-def test_fix_up_keeps_bits(name):
-    fix_up(name, KERNELS)
-
-
-FIX_UP_MUTANTS = {
-    "weights that the mask hides": ("bwd.consumer", "        p = gl.where(shown, p, 0.0)\n", "        pass\n"),
-    "dS that the mask hides": ("bwd.consumer", "            ds = gl.where(shown, ds, 0.0)\n", "            pass\n"),
-    "cells of another query": ("bwd.mask", "i, g, C)\n    return gl.load", "i * 0, g, C)\n    return gl.load"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
-def test_a_wrong_fix_up_is_noticed(name):
-    file, old, new = FIX_UP_MUTANTS[name]
-    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
-    with pytest.raises((SimError, AssertionError)):
-        fix_up("dense", kernels)
 
 
 def hidden_nan(kernels):

@@ -11,7 +11,6 @@ if sys.platform != "linux":
 
 from aot import SHARED
 from hopper_aot import build
-from slow import slowly
 from test_hopper_backward import H200
 from test_hopper_backward import problem as narrow
 from tilewise.backends.gpu.kernel import OPTIONS
@@ -76,18 +75,6 @@ PROBLEMS = [
     problem(256, packed=True, causal=True, window=(1023, None), kv_lengths=True),
     problem(192, 128, window=(100, 50), dtype="f16"),
 ]
-
-
-@pytest.mark.parametrize("n", [0, *slowly(1, 2, 5, 6, 7)])
-def test_fix_ups_fit(n):
-    """The kernels that compute a flagged call again."""
-    launcher, tensors = given(PROBLEMS[n])
-    for s in launcher.specs:
-        own = launcher.own(tensors, replace(s, clean=True, guarded=False))
-        made = built(wide_backward, launcher.arguments(tensors) | own)
-        assert made.shared <= SHARED[90]
-        assert "serialized" not in made.report
-        assert stale(made.sass) == []
 
 
 LAUNCHES = [(n, launch) for n, p in enumerate(PROBLEMS) for launch in range(len(config.specs_of(p)))]

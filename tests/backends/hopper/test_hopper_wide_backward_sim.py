@@ -11,7 +11,7 @@ if sys.platform != "linux":
 
 import gluon_sim
 from gluon_values import SimError
-from hopper_bwd_sim import Wide, check_fix_up, ran
+from hopper_bwd_sim import Wide
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -53,65 +53,6 @@ def simulate(case, kernels, seed=0):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, seed):
     simulate(CASES[name], KERNELS, seed)
-
-
-CLEAN = {"clean": True, "guarded": False}
-HIDING = [name for name in CASES if name != "256, groups" and "softcap" not in name] + ["256 softcap", "512 softcap"]
-
-
-def fix_up(name, kernels, seed=0):
-    def run(made, clean):
-        return ran(Wide(made.call.problem, made.call.tensors, **(CLEAN if clean else {})), kernels, seed=seed)
-
-    check_fix_up(CASES[name], run, ("q", "k", "v"))
-
-
-@pytest.mark.parametrize("name", HIDING)
-def test_fix_up_keeps_bits(name):
-    fix_up(name, KERNELS, 1)
-
-
-def not_flagged(kernels):
-    for name in ("256 window", "192/128 causal, groups", "512 causal, groups"):
-        made = make_gradients(CASES[name], slack=0.0, grads=("q", "k", "v"))
-        for gradient in made.call.tensors.gradients().values():
-            gradient.fill_(7.0)
-        sim = Wide(made.call.problem, made.call.tensors, **CLEAN)
-        sim.before = lambda sim=sim: sim.given["FLAG"].zero_()
-        sim.run(kernels)
-        assert all((x == 7.0).all() for x in made.call.tensors.gradients().values())
-
-
-def test_fix_up_without_a_flag_does_nothing():
-    not_flagged(KERNELS)
-
-
-FIX_UP_MUTANTS = {
-    "U is not cleaned": ("wide.consumer", "    clean_half(tile(buf.u, ", "    None and clean_half(tile(buf.u, "),
-    "its tail is not": ("wide.consumer", "        clean_half(tile(buf.u1,", "        None and clean_half(tile(buf.u1,"),
-    "W is not cleaned": ("wide.consumer", "        clean_half(tile(buf.w,", "        None and clean_half(tile(buf.w,"),
-    "one consumer does not wait": ("wide.consumer", 'named_barrier("bar.sync", CLEANED', '(lambda *x: 0)("", CLEANED'),
-    "dS under hidden cells": ("wide.consumer", "        ds = hide(ds,", "        None and hide(ds,"),
-    "chunks are not cleaned": ("wide.split", "            clean(ring", "            None and clean(ring"),
-    "the flag is not looked at": ("wide.tile_scheduler", "end = gl.where(gl.load(a.FLAG) != 0, end, 0)", "pass"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
-def test_a_wrong_fix_up_is_noticed(name):
-    file, old, new = FIX_UP_MUTANTS[name]
-    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.WIDE))
-    with pytest.raises((SimError, AssertionError)):
-        fix_up_all(kernels)
-
-
-def fix_up_all(kernels):
-    not_flagged(kernels)
-    for seed in range(1, 8, 2):
-        fix_up("192/128 causal, groups", kernels, seed)
-    for name in ("256 softcap", "256 rows that see nothing", "512 causal, groups"):
-        fix_up(name, kernels, 1)
 
 
 RELEASE_Q = '    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)\n'

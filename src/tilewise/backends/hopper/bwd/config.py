@@ -25,7 +25,6 @@ MOST_SPLITS, MOST_SPLITS_PER_SM, LEAST_SAVED = 8, 3, 0.05
 # -lse / scale is stored as a sum of parts in q's dtype, and must stay within their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
 RIGHT, LEFT = 1, 2  # edge flags of `consumer.hide`
-CLEANS = False  # off until checked on a GPU
 FURTHEST = 1 << 29  # largest position: its sum with a window's side fits int32
 
 
@@ -103,13 +102,6 @@ def slower(problem: Problem) -> str | None:
     }
     why = "to the Triton backend: each thread would read or write its own cells of the mask"
     return next((f"leaves {what} {why}" for what, there in apart.items() if there), None)
-
-
-def cleans() -> bool:
-    """Whether the non-finite fix-up reruns the kernel itself (clean.py), not a separate kernel (nonfinite.py), which
-    sums in another order: there a hidden NaN may change last bits.
-    """
-    return CLEANS
 
 
 def is_wide(problem: Problem) -> bool:

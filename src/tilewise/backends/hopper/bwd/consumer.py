@@ -12,8 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..barrier import thread_barrier
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
-from .clean import clean_keys, clean_queries
-from .mask import load_mask, masked, own_cells, release_mask, shown_cells
+from .mask import load_mask, masked, own_cells, release_mask
 from .products import start_products, stat_factors, take_turn, wait_for_dq
 from .softcap import LOG2E, capped
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
@@ -103,8 +102,6 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
     WIDTH: gl.constexpr = dq_split(a.S)[1]
-    if a.S.clean:
-        clean_queries(a, buf, u, C)
     x, dp, huge = start_products(a, buf, w, u, i, g, factors, C)  # S^T - lse, dP^T - delta [64, BM]
     do = tile(buf.do, u, a.S.do_stages, BM, D)  # [BM, D]
     if a.S.softcap:
@@ -121,10 +118,6 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
                 release_mask(a)
         p = gl.exp2(x * (a.scale * LOG2E))  # P^T [64, BM]
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
-    shown = None
-    if a.S.clean and a.S.mask:  # a row that sees NaN has NaN in its lse, under hidden cells too
-        shown = shown_cells(a, w, u, i, g, C)
-        p = gl.where(shown, p, 0.0)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     if a.S.softcap and a.S.mask:
         release_mask(a)
@@ -132,10 +125,6 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
         p *= slope
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     ds = p * dp  # dS^T [64, BM]
-    if a.S.clean:  # a row that sees NaN may have NaN in dP under hidden cells too
-        ds = hide(ds, i, lo, hi, score_layout(a.S), EDGES)
-        if a.S.mask:
-            ds = gl.where(shown, ds, 0.0)
     if a.S.dmask and not a.S.dmask_tiles:
         at, there = own_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), w, u, i, g, C)
         gl.store(at, ds.to(a.DMASK.dtype.element_ty), mask=there)
@@ -173,8 +162,6 @@ def hidden_step(a, buf, u, C: gl.constexpr):
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    if a.S.clean:
-        clean_queries(a, buf, u, C)
     if a.S.mask_tiles:
         mbarrier.wait(buf.mask_full.index(0), u & 1)
         release_mask(a)
@@ -252,8 +239,6 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if (a.S.persistent and not a.S.split) or w.last > w.first:
         mbarrier.wait(buf.k_full.index(0), n & 1)
         mbarrier.wait(buf.v_full.index(0), n & 1)
-        if a.S.clean:
-            clean_keys(a, buf, C)
     factors = stat_factors(a.q.dtype, score_layout(a.S))
     begin = base
     if a.S.hides_left:

@@ -70,7 +70,6 @@ class Launcher:
             "MASKED": p.mask is not None,
             "GUARDED": s.guarded,
             "CONVERTS": None,
-            "FIX_UP": False,
         }
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
@@ -128,8 +127,6 @@ class Launcher:
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
             "SEMAPHORES": ints[8 : 8 + room],
-            "COUNTER_2": None,
-            "SEMAPHORES_2": None,
             "HUGE": ints[8 + room :] if self.problem.mask is not None else None,
             "SHARES": shares,
         }
@@ -166,7 +163,7 @@ class Launcher:
         steps = [self.step(self.pre, rows, arguments | {"D": arguments["D_V"]})]
         steps += self.main(given, arguments)
         if s.guarded:
-            steps += self.fix_up_steps(given, arguments)
+            steps.append(self.step(self.fix_up, (self.processors, 1), arguments))
         for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
             if s.packed:
                 x = given[name]
@@ -175,10 +172,6 @@ class Launcher:
                 rest = arguments | strides | {"CU": given[cu], "X": x}
                 steps.append(self.step(self.clear, (CLEAR_PROGRAMS, heads), rest, {"CU": cu, "X": name}))
         return steps
-
-    def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
-        """The non-finite fix-up."""
-        return [self.step(self.fix_up, (self.processors, 1), arguments)]
 
     def list_step(self, given: dict[str, Any], cu: str, table: str, block: int) -> Step | None:
         """Packed: lists outer blocks in `table`."""

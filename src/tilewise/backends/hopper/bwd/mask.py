@@ -70,13 +70,6 @@ def wide(a, x):
 
 
 @gluon.jit
-def shown_cells(a, w, u, i, g, C: gl.constexpr):
-    """In the fix-up: which cells [64, BM] the mask does not hide."""
-    at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), w, u, i, g, C)
-    return gl.load(at, mask=there, other=0.0).to(gl.float32) != float("-inf")
-
-
-@gluon.jit
 def release_mask(a):
     """Consumer: has read its part of the mask's tile."""
     if a.S.mask_tiles:

@@ -29,7 +29,6 @@ class NarrowLauncher(Launcher):
         p = config.unstrided(plan.problem)
         s = config.spec_of(p, target)
         super().__init__(plan, target, s, s.BM, s.D, s.D)
-        self.cleans = s.guarded and config.cleans()
         self.splits = config.splits_of(p, target)
         self.planes = config.planes_of(p) * self.splits
         self.sizes |= {
@@ -49,9 +48,6 @@ class NarrowLauncher(Launcher):
             "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.row_lse else None,
             "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
-        if self.cleans:
-            ints = torch.empty(4 + self.blocks, dtype=torch.int32, device=device)
-            given |= {"COUNTER_2": ints[:1], "SEMAPHORES_2": ints[4:]}
         if s.split:
             batch, kv_heads, rows, _ = t.forward.k.shape
             for name in ("DK_PARTIALS", "DV_PARTIALS"):
@@ -65,36 +61,19 @@ class NarrowLauncher(Launcher):
         p, s = self.problem, self.spec
         steps = [self.list_step(given, "CU_K", "TABLE", config.BN)] if s.packed else []
         own = arguments | self.descriptors(given) | self.partials(given)
-        steps += self.kernel_steps(given, arguments, own, self.names())
-        if config.sums_mask(p):
-            tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
-            steps.append(self.step(self.sums, (tiles, 1), own, self.names()))
-        return steps
-
-    def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
-        if not self.cleans:
-            return super().fix_up_steps(given, arguments)
-        second = {name: given[f"{name}_2"] for name in ("COUNTER", "SEMAPHORES")}
-        s = replace(self.spec_for(given), clean=True, persistent=True, guarded=False)
-        arguments = arguments | second | {"FIX_UP": True, "GUARDED": False}
-        own = arguments | self.descriptors(given) | self.partials(given) | {"S": s}
-        return self.kernel_steps(given, arguments, own, self.names() | {name: f"{name}_2" for name in second})
-
-    def kernel_steps(
-        self, given: dict[str, Any], arguments: Arguments, own: Arguments, names: dict[str, str]
-    ) -> list[Step | None]:
-        """Launches the kernel with its `own` arguments, then `postprocess` and `combine_splits` where needed."""
-        p, s = self.problem, own["S"]
         programs = arguments["blocks"] * self.planes
         if s.persistent:
             programs = min(programs, self.processors)
-        steps = [self.step(self.kernel, (programs, 1), own, names)]
+        steps.append(self.step(self.kernel, (programs, 1), own, self.names()))
         if not s.converts:
-            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments, names))
+            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments, self.names()))
         if s.split:
             batch, kv_heads, rows, _ = given["DK"].shape
             sizes = arguments | {"rows": rows, "kv_heads": kv_heads}
             steps.append(self.step(self.combine, (-(-rows // COMBINE_ROWS), batch * kv_heads), sizes))
+        if config.sums_mask(p):
+            tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
+            steps.append(self.step(self.sums, (tiles, 1), own, self.names()))
         return steps
 
     def names(self) -> dict[str, str]:

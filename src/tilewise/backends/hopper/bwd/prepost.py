@@ -70,7 +70,7 @@ def in_parts(x, part, LIKE):
 
 @triton.jit
 def preprocess(
-    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, SEMAPHORES, COUNTER, FLAG, HUGE, SEMAPHORES_2, COUNTER_2,
+    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, SEMAPHORES, COUNTER, FLAG, HUGE,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
     scale, CU_K, KV_LENGTHS, Q_OFFSET, DQ, dq_b, dq_h, dq_l, head_dim, kv_len, q_offset, left, right,
     BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -88,8 +88,6 @@ def preprocess(
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(COUNTER, 0)
         tl.store(FLAG, 0)
-        if COUNTER_2 is not None:
-            tl.store(COUNTER_2, 0)
     if i * BM >= q_len:
         return
     row = i * BM + tl.arange(0, BM)
@@ -123,8 +121,6 @@ def preprocess(
     if MASKED | SOFTCAP:
         tl.store(LSE2 + rows, tl.where(seen, -lse if MASKED else -lse * LOG2E, float("-inf")))
     tl.store(SEMAPHORES + entry, 0)
-    if SEMAPHORES_2 is not None:  # of the fix-up
-        tl.store(SEMAPHORES_2 + entry, 0)
     if CONVERTS is not None:  # the spec of a kernel that writes dQ only where a key block adds to it
         seq = tl.program_id(1) // heads
         extent = kv_len
@@ -139,12 +135,9 @@ def preprocess(
 @triton.jit
 def postprocess(
     ACC, SEMAPHORES, FLAG, CU_Q, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
-    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr, FIX_UP: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
-    """Unpacks, scales and converts dQ. FIX_UP: after the fix-up, only if the call is flagged."""
-    if FIX_UP:
-        if tl.load(FLAG) == 0:
-            return
+    """Unpacks, scales and converts dQ."""
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
     if i * BM >= q_len:
@@ -166,15 +159,10 @@ def postprocess(
 
 @triton.jit
 def combine_splits(
-    FLAG, DK, DV, DK_PARTIALS, DV_PARTIALS, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, kv_heads, rows, head_dim, splits,
-    ROWS: tl.constexpr, D: tl.constexpr, FIX_UP: tl.constexpr,
+    DK, DV, DK_PARTIALS, DV_PARTIALS, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, kv_heads, rows, head_dim, splits,
+    ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Combines dK and dV of split key blocks: sums partials [batch, KV heads, splits, rows, D], in order. FIX_UP: after
-    the fix-up, only if the call is flagged.
-    """
-    if FIX_UP:
-        if tl.load(FLAG) == 0:
-            return
+    """Combines dK and dV of split key blocks: sums partials [batch, KV heads, splits, rows, D], in order."""
     plane = tl.program_id(1)
     b = (plane // kv_heads).to(tl.int64)
     h = (plane % kv_heads).to(tl.int64)

@@ -96,11 +96,8 @@ def produce_block(a, buf, index, n, base, released):
 
 @gluon.jit
 def next_index(a):
-    """The index of a persistent program's next key block; past the end if none is left, or a fix-up has no flag."""
-    index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
-    if a.S.clean:
-        index = gl.where(gl.load(a.FLAG) != 0, index, a.planes * a.blocks)
-    return index
+    """The index of a persistent program's next key block; past the end if none is left."""
+    return gl.atomic_add(a.COUNTER, 1, sem="relaxed")
 
 
 @gluon.jit

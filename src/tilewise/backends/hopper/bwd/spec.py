@@ -29,7 +29,6 @@ class BackwardSpec:
     dmask: bool = False  # the gradient of each of its cells is stored
     dmask_tiles: bool = False  # by TMA, from the dS tile that the product of dQ reads
     guarded: bool = False  # hidden inputs may be non-finite: a call with non-finite gradients is flagged
-    clean: bool = False  # the fix-up launch of a flagged call: NaN and Inf in q, k and dO count as 0 (clean.py)
     persistent: bool = False  # programs take key blocks from a counter until none is left
     converts: bool = False  # of a persistent kernel: a converter warp writes dQ in q's dtype
     pieces: int = 4  # pieces of dQ that the converter has in flight

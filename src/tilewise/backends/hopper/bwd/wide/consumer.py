@@ -3,20 +3,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..arguments import tile
-from ..clean import clean_half
 from ..consumer import capped, hide
 from ..products import part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
 from .epilogue import store_all
-from .sync import CLEANED, P_READY, U_EMPTY, W_EMPTY
+from .sync import P_READY, U_EMPTY, W_EMPTY
 from .tile_scheduler import next_block, spans, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -83,29 +81,6 @@ def weights(a, buf, stage, s, i, rows, EDGES: gl.constexpr):
 
 
 @gluon.jit
-def clean_inner(a, buf, u, C: gl.constexpr):
-    """In the fix-up: U of use u, and for dV W, half of the rows by each consumer."""
-    BI: gl.constexpr = a.S.BI
-    mbarrier.wait(buf.u_full.index(u % a.S.u_stages), (u // a.S.u_stages) & 1)
-    mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
-    clean_half(tile(buf.u, u, a.S.u_stages, BI, a.S.D), BI, a.S.D, C)
-    if a.S.tail > 0:
-        clean_half(tile(buf.u1, u, a.S.u_stages, BI, a.S.tail), BI, a.S.tail, C)
-    if not a.S.of_queries:
-        clean_half(tile(buf.w, u, a.S.w_stages, BI, a.S.DV), BI, a.S.DV, C)
-    fence_async_shared()
-    named_barrier("bar.sync", CLEANED, 256)
-
-
-@gluon.jit
-def shown(a, ds, i, rows, EDGES: gl.constexpr):
-    """In the fix-up dS is 0 in hidden cells, whatever dP is there."""
-    if a.S.clean:
-        ds = hide(ds, i, rows[0], rows[1], score_layout(a.S), EDGES)
-    return ds
-
-
-@gluon.jit
 def operand(x, COLUMNS: gl.constexpr):
     """x as the left operand of a product with COLUMNS columns."""
     return gl.convert_layout(x, gl.DotOperandLayout(0, grad_layout(COLUMNS), 2))
@@ -147,7 +122,7 @@ def step_dq(a, buf, u, i, grads, rows, C: gl.constexpr, EDGES: gl.constexpr):
     _, q = weights(a, buf, 0, s, i, rows, EDGES)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
-    ds = shown(a, q * (dp + rows[3][:, None]), i, rows, EDGES).to(a.x.dtype)
+    ds = (q * (dp + rows[3][:, None])).to(a.x.dtype)
     return finish_dx(a, u, start_dx(a, buf, u, ds, grads))
 
 
@@ -166,8 +141,7 @@ def step_dkdv(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.con
     dp = start_dp(a, buf, u, factors, C)
     dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, a.S.BI, DV), grads[1 + TAILS], is_async=True)
     dp, left = warpgroup_mma_wait(1, deps=(dp, left))
-    ds = buf.p.index(C + (u >> 30)).load(score_layout(a.S)).to(gl.float32) * dp
-    ds = shown(a, ds, i, rows, EDGES).to(a.x.dtype)
+    ds = (buf.p.index(C + (u >> 30)).load(score_layout(a.S)).to(gl.float32) * dp).to(a.x.dtype)
     started = start_dx(a, buf, u, ds, grads)
     dv, left = warpgroup_mma_wait(1 + TAILS, deps=(dv, left))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
@@ -207,14 +181,12 @@ def step_dk(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
     named_barrier("bar.sync", P_READY + (u & 1), 256)
     p = buf.p.index(u & 1).load(score_layout(a.S))
-    ds = shown(a, p.to(gl.float32) * dp, i, rows, EDGES).to(a.x.dtype)
+    ds = (p.to(gl.float32) * dp).to(a.x.dtype)
     return finish_dx(a, u, start_dx(a, buf, u, ds, grads))
 
 
 @gluon.jit
 def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    if a.S.clean:
-        clean_inner(a, buf, u, C)
     if a.S.of_queries:
         grads = step_dq(a, buf, u, i, grads, rows, C, EDGES)
     elif not a.S.roles:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
 from ....gpu.target import Target
 from ...descriptors import descriptor, flat_descriptor, row_descriptor
-from ..config import cleans, unstrided
+from ..config import unstrided
 from ..launch import Launcher, Step
 from ..prepost import preprocess
 from . import config
@@ -60,21 +58,10 @@ class WideLauncher(Launcher):
         return self.outer_blocks(rows, x.shape[2], s.BO), heads * (1 if p.packed_q else p.batch)
 
     def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
-        return self.kernel_steps(given, arguments, self.specs, True)
-
-    def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
-        if not cleans():
-            return super().fix_up_steps(given, arguments)
-        specs = [replace(s, clean=True, guarded=False) for s in self.specs]
-        return self.kernel_steps(given, arguments, specs, False)
-
-    def kernel_steps(
-        self, given: dict[str, Any], arguments: Arguments, specs: Sequence[WideSpec], lists: bool
-    ) -> list[Step | None]:
         steps = []
-        for s in specs:
+        for s in self.specs:
             names = names_of(s)
-            if lists and s.packed and s.only != "v":
+            if s.packed and s.only != "v":
                 cu = "CU_Q" if s.of_queries else "CU_K"
                 steps.append(self.list_step(given, cu, names["TABLE"], s.BO))
             all_names = names | {x + "1": names[x] for x in ("x", "u", "dx")}

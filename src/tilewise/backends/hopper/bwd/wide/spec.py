@@ -30,7 +30,6 @@ class WideSpec:
     high_edges: int = 0  # and of the last ones
     softcap: bool = False
     exact_tanh: bool = False
-    clean: bool = False  # the fix-up of a flagged call (../clean.py)
     guarded: bool = False  # hidden inputs may be non-finite: a call with non-finite gradients is flagged
     consumer_regs: int = 240
     producer_regs: int = 24

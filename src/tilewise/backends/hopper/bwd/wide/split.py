@@ -16,15 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...barrier import thread_barrier
 from ...fwd.pipeline import Ring, new_ring
 from ...signature import struct
 from ..arguments import barriers
-from ..clean import clean
 from ..products import stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
-from .consumer import mainloop, outer_rows, shown, weights
+from .consumer import mainloop, outer_rows, weights
 from .epilogue import in_use, store
 from .producer import load_stats, stats_bytes
 from .sync import DS_READY, P_EMPTY, P_READY
@@ -146,13 +144,6 @@ def product(a, buf, left, ring, u, factors, FIRST: gl.constexpr, RELEASES: gl.co
 def add_half(a, left, ring, u, grads, WAITS: gl.constexpr, C: gl.constexpr):
     """Adds to this consumer's half of the gradient's columns: two chunks, which only it releases."""
     n = u * a.S.chunks + 2 * C
-    if a.S.clean:  # nobody else reads them any more
-        for j in gl.static_range(2):
-            if WAITS:
-                ring.wait_full(n + j)
-            clean(ring.tile(n + j), ring.COLUMNS)
-        fence_async_shared()
-        thread_barrier()
     if WAITS:
         ring.wait_full(n)
     g0 = warpgroup_mma(left, ring.tile(n), grads[0], is_async=True)
@@ -189,7 +180,7 @@ def step_split(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.co
         p = buf.p.index(z).load(score_layout(a.S)).to(gl.float32)
         if a.S.of_queries:
             dp += rows[3][:, None]
-        buf.ds.store(shown(a, p * dp, i, rows, EDGES).to(a.x.dtype))
+        buf.ds.store((p * dp).to(a.x.dtype))
         fence_async_shared()
         named_barrier("bar.arrive", DS_READY, 256)
     if OF_V:

@@ -6,5 +6,4 @@ U_EMPTY = gl.constexpr(6)  # to 8: by stage
 W_EMPTY = gl.constexpr(9)  # to 11
 P_READY = gl.constexpr(12)  # and 13: P is stored
 P_EMPTY = gl.constexpr(14)  # and 15: P has been read
-CLEANED = gl.constexpr(14)  # in the fix-up, without chunks: both consumers have cleaned their part of a tile
 DS_READY = gl.constexpr(11)  # dS is stored; not used where named barriers release rings

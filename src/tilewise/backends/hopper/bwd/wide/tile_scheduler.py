@@ -109,9 +109,6 @@ def work_of(a, tile_index):
     if HIDES_LOW:
         first = gl.minimum(gl.maximum(lo, 0) // BI, last)
         inner = gl.cdiv(gl.maximum(lo + (BO - 1), 0), BI)
-    if a.S.clean:  # a fix-up without a flag has nothing to do, and nothing to store
-        some = some & (gl.load(a.FLAG) != 0)
-        end = gl.where(gl.load(a.FLAG) != 0, end, 0)
     last = gl.where(some, gl.maximum(last, first), first)
     inner = gl.minimum(gl.maximum(inner, first), last)
     outer = gl.minimum(gl.maximum(outer, inner), last)
