@@ -42,9 +42,19 @@ Row = dict[str, Any]
 Place = tuple[str, str, int]  # of a kernel in the list: case, target, number
 
 
+def record(file: Path) -> dict[str, Any]:
+    """A record with its rows as dicts; the file has a line for each call, with a list for each of its kernels."""
+    found = json.loads(file.read_text())
+    columns, calls = found.pop("columns"), found.pop("calls")
+    found["rows"] = [
+        {"case": case, **dict(zip(columns, row, strict=True))} for case, rows in calls.items() for row in rows
+    ]
+    return found
+
+
 def read(file: Path, listed: list[Item]) -> dict[Place, Row]:
     """The rows of a record, by their places in the list."""
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = record(file)["rows"] if file.exists() else []
     known = {item[:3] for item in listed}
     found = {(row["case"], row["target"], row["number"]): row for row in rows}
     return {place: row for place, row in found.items() if place in known}
@@ -62,7 +72,7 @@ def left(wanted: list[Item], done: dict[Place, Row]) -> list[Item]:
 
 
 def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
-    """One row a line, so that changes of a record can be read."""
+    """One line for each call, so that changes of a record can be read."""
     found = [done[item[:3]] for item in listed if item[:3] in done]
     keys = {item.key for item in listed}
     head = {
@@ -76,10 +86,14 @@ def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
         "sources": dict(Counter("these" if row["key"] in keys else "earlier" for row in found)),
         "wrong": sum(wrong(row) is not None for row in found),
     }  # fmt: skip
-    lines = ",\n  ".join(json.dumps(row) for row in found)
+    columns = [name for name in found[0] if name != "case"] if found else []
+    calls: dict[str, list[list[Any]]] = {}
+    for row in found:
+        calls.setdefault(row["case"], []).append([row[name] for name in columns])
+    lines = ",\n  ".join(f"{json.dumps(case)}: {json.dumps(rows)}" for case, rows in calls.items())
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n  {lines}\n]}}\n')
+    part.write_text(f'{json.dumps(head)[:-1]}, "columns": {json.dumps(columns)}, "calls": {{\n  {lines}\n}}}}\n')
     part.replace(file)
 
 
@@ -134,7 +148,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help="compile nothing, write what the record says")
     args = parser.parse_args()
     if args.docs:
-        text = said(json.loads(args.json.read_text()))
+        text = said(record(args.json))
         DOCS.write_text(SAID.sub(lambda _: text, DOCS.read_text()))
         return 0
     targets = args.targets.split(",")

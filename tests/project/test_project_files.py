@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -10,6 +11,8 @@ import types
 from pathlib import Path
 
 import pytest
+
+from compact_records import MATRIX, RECORDS, compact
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -185,14 +188,9 @@ def test_what_scripts_import_exists():
     assert missing == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_what_variants_change_is_in_the_kernels(monkeypatch):
-    """Variants of latent decode are texts that replace others: a comment in one of those had been reworded."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "h200")
-    variants = importlib.import_module("latent_variants")
-    folder = Path(importlib.import_module("tilewise.backends.hopper.mla").__file__).parent
-    texts = [(file, old) for made in variants.VARIANTS.values() for file, changes in made.changes.items()
-             for old, _ in changes]  # fmt: skip
-    assert len(texts) > 8
-    missing = [(file, old) for file, old in texts if old not in (folder / f"{file}.py").read_text()]
-    assert missing == []
+def test_records_are_compact():
+    for file in RECORDS.rglob("*.json"):
+        if file.name != MATRIX:
+            assert file.read_text() == compact(json.loads(file.read_text())), (
+                f"{file.name}: run tools/compact_records.py"
+            )

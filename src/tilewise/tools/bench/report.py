@@ -41,7 +41,31 @@ def heading(about: Mapping[str, Any]) -> list[str]:
 
 def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None:
     """Writes JSON atomically; with `rescue` to a temporary file if that fails."""
-    (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    (write_or_rescue if rescue else write_whole)(path, json_text(data) + "\n")
+
+
+def json_text(data: Any, width: int = 200, indent: int = 0) -> str:
+    """JSON in which every list and object that fits on a line of `width` stands on one: records stay short.
+
+    >>> print(json_text({"device": "cpu", "rows": [{"ms": 1.5}, {"ms": 2.5}]}, width=24))
+    {
+     "device": "cpu",
+     "rows": [
+      {"ms": 1.5},
+      {"ms": 2.5}
+     ]
+    }
+    """
+    line = json.dumps(data, allow_nan=False)
+    if indent + len(line) <= width or not data or not isinstance(data, dict | list | tuple):
+        return line
+    start, deeper = "\n" + " " * (indent + 1), indent + 1
+    if isinstance(data, Mapping):
+        inside = [f"{json.dumps(str(key))}: {json_text(value, width, deeper)}" for key, value in data.items()]
+    else:
+        inside = [json_text(value, width, deeper) for value in data]
+    left, right = "{}" if isinstance(data, Mapping) else "[]"
+    return f"{left}{start}{(',' + start).join(inside)}\n{' ' * indent}{right}"
 
 
 def printable(text: str) -> str:
