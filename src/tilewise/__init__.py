@@ -47,4 +47,10 @@ if TYPE_CHECKING:  # type checkers accept any name of a module with a __getattr_
     from . import distributed, testing  # noqa: F401
 else:
     __getattr__ = modules(__name__, "distributed", "testing")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "compat", "distributed", "testing"])
+
+
 discovery.watch()

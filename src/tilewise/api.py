@@ -17,7 +17,7 @@ from .core.arrays import returner
 from .core.eager import eager_function
 from .core.options import Array, Options
 from .core.plan import Plan
-from .core.signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
+from .core.signatures import NAMES, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
 from .core.tensors import Tensors
 from .core.tracing import is_in_transform, is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
@@ -32,22 +32,18 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Array, k: Keys, v: Keys, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
-) -> Array: ...
-
-
+    q: Kind, k: Keys, v: Keys, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Kind: ...
 @overload
 def attention(
     q: Array, k: Keys, v: Keys, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> AttentionState: ...
-
-
 @overload
 def attention(
-    q: Array, k: Keys, v: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
-) -> Array | AttentionState: ...
-
-
+    q: Kind, k: Keys, v: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Kind | AttentionState: ...
+@overload
+def attention(q: Array, k: Keys, v: Keys, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any: ...
 @shows(AttentionOptions)
 def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionState:
     """Attention of queries over keys and values: prefill, decode, and anything between.
@@ -109,25 +105,24 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
 
 @overload
 def varlen_attention(
-    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    q: Kind, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
     *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
-) -> Array: ...  # fmt: skip
-
-
+) -> Kind: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
     *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
 ) -> AttentionState: ...  # fmt: skip
-
-
+@overload
+def varlen_attention(
+    q: Kind, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    *, return_lse: bool, **options: Unpack[VarlenOptions],
+) -> Kind | AttentionState: ...  # fmt: skip
 @overload
 def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
-    *, return_lse: bool, **options: Unpack[VarlenOptions],
-) -> Array | AttentionState: ...  # fmt: skip
-
-
+    *, return_lse: bool = False, **options: Unpack[VarlenOptions],
+) -> Any: ...  # fmt: skip
 @shows(VarlenOptions)
 def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array, **options: Any
@@ -161,25 +156,24 @@ def varlen_attention(
 
 @overload
 def paged_attention(
-    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    q: Kind, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
     *, return_lse: Literal[False] = False, **options: Unpack[PagedOptions],
-) -> Array: ...  # fmt: skip
-
-
+) -> Kind: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
     *, return_lse: Literal[True], **options: Unpack[PagedOptions],
 ) -> AttentionState: ...  # fmt: skip
-
-
+@overload
+def paged_attention(
+    q: Kind, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    *, return_lse: bool, **options: Unpack[PagedOptions],
+) -> Kind | AttentionState: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
-    *, return_lse: bool, **options: Unpack[PagedOptions],
-) -> Array | AttentionState: ...  # fmt: skip
-
-
+    *, return_lse: bool = False, **options: Unpack[PagedOptions],
+) -> Any: ...  # fmt: skip
 @shows(PagedOptions)
 def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, **options: Any

@@ -12,7 +12,7 @@ torch.Size([2, 10, 8, 64])
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -23,7 +23,7 @@ from ..validation import values
 from ._flash.inputs import Rows, inputs, needs_inputs
 from ._flash.install import install, uninstall
 from ._flash.kvcache import flash_attn_with_kvcache
-from ._flash.options import NAMES, Later, WindowSize, one_table, translate
+from ._flash.options import NAMES, FlashOptions, Later, VarlenFlashOptions, WindowSize, one_table, translate
 from .caller_names import caller_names
 
 if TYPE_CHECKING:
@@ -42,9 +42,30 @@ __all__ = [
     "uninstall",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WithLse = tuple[torch.Tensor, torch.Tensor]
+WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = torch.Tensor | WithLse | WithProbs
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: WindowSize = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False, **later: Unpack[Later],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, return_attn_probs: Literal[True], **options: Unpack[FlashOptions],
+) -> WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: WindowSize = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., **later: Unpack[Later],
+) -> Result: ...  # fmt: skip
 @caller_names(**NAMES)
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -109,6 +130,38 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ...,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: WindowSize = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = False, block_table: torch.Tensor | None = ...,
+    *, seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+    page_table: torch.Tensor | None = ..., out: torch.Tensor | None = ..., return_softmax_lse: Literal[False] = False,
+    **later: Unpack[Later],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    *, return_attn_probs: Literal[True], **options: Unpack[VarlenFlashOptions],
+) -> WithProbs: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    *, return_softmax_lse: Literal[True], **options: Unpack[VarlenFlashOptions],
+) -> WithLse: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ...,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: WindowSize = ...,
+    softcap: float = ..., alibi_slopes: torch.Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: torch.Tensor | None = ...,
+    *, seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+    page_table: torch.Tensor | None = ..., out: torch.Tensor | None = ..., return_softmax_lse: bool = ...,
+    **later: Unpack[Later],
+) -> Result: ...  # fmt: skip
 @caller_names(**NAMES, kv_lengths="seqused_k", context_lens="seqused_k", k_pages="k", v_pages="v")
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,

@@ -7,13 +7,18 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from typing_extensions import TypedDict
 
 from .options import Array, Options, RuleOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .tile_map import TileMap
 
+# The kind of q, which is that of the result. Arrays of other libraries (Array) give Any.
+Kind = TypeVar("Kind", torch.Tensor, "np.ndarray[Any, Any]")
 Keys = Any  # an Array or a Quantised
 Layout = Literal["bhld", "blhd"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,6 +69,25 @@ class PagedOptions(SharedOptions, BlockOptions, total=False):
     cu_seqlens_q: Array | None
     max_q: int | None
     layout: Layout
+
+
+class CacheOptions(AttentionOptions, total=False):
+    """Of `KVCache.attend`."""
+
+    counts: Array | None
+
+
+class BatchOptions(PagedOptions, total=False):
+    """Of a paged cache's `Batch.attend`."""
+
+    cascade: bool | None
+
+
+class PagedCacheOptions(BatchOptions, total=False):
+    """Of `PagedKVCache.attend`."""
+
+    layer: int
+    counts: Array | None
 
 
 def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:

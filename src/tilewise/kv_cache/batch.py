@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ from .formats import flag, token_bytes
 from .upload import pieces
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.options import Array
+    from ..core.signatures import BatchOptions, Kind
+    from ..state import AttentionState
     from .block_manager import Growth
     from .paged import PagedKVCache
 
@@ -111,6 +116,20 @@ class Batch:
             "batch", "a copy or a pickle", "the batch itself", "copy the cache, and take a view of it"
         )
 
+    @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_lse: Literal[False] = False, **options: Unpack[BatchOptions]
+    ) -> Kind: ...
+    @overload
+    def attend(
+        self, q: Array, layer: int = 0, *, return_lse: Literal[True], **options: Unpack[BatchOptions]
+    ) -> AttentionState: ...
+    @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_lse: bool, **options: Unpack[BatchOptions]
+    ) -> Kind | AttentionState: ...
+    @overload
+    def attend(self, q: Array, layer: int = 0, *, return_lse: bool = False, **options: Unpack[BatchOptions]) -> Any: ...
     def attend(
         self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any
     ) -> Any:

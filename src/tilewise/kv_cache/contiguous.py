@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ from .serialization.load import load_rows
 from .serialization.save import save_rows
 from .stores import RowStore, empty_rows, nbytes
 from .upload import upload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.options import Array
+    from ..core.signatures import CacheOptions, Kind
 
 
 @eager
@@ -151,6 +157,14 @@ class KVCache:
             self.store.write(k, v, WriteSlots(starts, cu_on_device, tokens, packed=False))
         self.store.set(length, np.maximum(self.store.first, length - self.capacity) if self.ring else self.store.first)
 
+    @overload
+    def attend(self, q: Kind, *, return_lse: Literal[False] = False, **options: Unpack[CacheOptions]) -> Kind: ...
+    @overload
+    def attend(self, q: Array, *, return_lse: Literal[True], **options: Unpack[CacheOptions]) -> AttentionState: ...
+    @overload
+    def attend(self, q: Kind, *, return_lse: bool, **options: Unpack[CacheOptions]) -> Kind | AttentionState: ...
+    @overload
+    def attend(self, q: Array, *, return_lse: bool = False, **options: Unpack[CacheOptions]) -> Any: ...
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
         """Attention of each row's queries over its tokens. The queries are at the last positions: append first.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -25,6 +25,15 @@ from .serialization.save import save_pages, save_prefix
 from .static_batch import StaticBatch
 from .stats import PoolStats, stats_of
 from .stores import PageStore, empty_pages, nbytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.options import Array
+    from ..core.signatures import Kind, PagedCacheOptions
+    from ..state import AttentionState
+
+    Ids = int | Sequence[int]
 
 
 @eager
@@ -262,6 +271,22 @@ class PagedKVCache:
             now = self.store.sequences.as_they_are(slots[0], queries)
             return Batch(self, numbers, slots, queries, now, is_new=False)
 
+    @overload
+    def attend(
+        self, sequences: Ids, q: Kind, *, return_lse: Literal[False] = False, **options: Unpack[PagedCacheOptions]
+    ) -> Kind: ...
+    @overload
+    def attend(
+        self, sequences: Ids, q: Array, *, return_lse: Literal[True], **options: Unpack[PagedCacheOptions]
+    ) -> AttentionState: ...
+    @overload
+    def attend(
+        self, sequences: Ids, q: Kind, *, return_lse: bool, **options: Unpack[PagedCacheOptions]
+    ) -> Kind | AttentionState: ...
+    @overload
+    def attend(
+        self, sequences: Ids, q: Array, *, return_lse: bool = False, **options: Unpack[PagedCacheOptions]
+    ) -> Any: ...
     def attend(
         self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
     ) -> Any:

@@ -7,7 +7,7 @@ attend       sequences and no Python state
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ from .formats import operand
 from .upload import blocks, pieces
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.options import Array
+    from ..core.signatures import Kind, PagedOptions
+    from ..state import AttentionState
     from .paged import PagedKVCache
 
 
@@ -127,6 +132,20 @@ class StaticBatch:
         places = WriteSlots(*tables[:2], self.batch * self.count, packed, self.block_table, padded=True)
         self._writers[layer](k, v, places)
 
+    @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_lse: Literal[False] = False, **options: Unpack[PagedOptions]
+    ) -> Kind: ...
+    @overload
+    def attend(
+        self, q: Array, layer: int = 0, *, return_lse: Literal[True], **options: Unpack[PagedOptions]
+    ) -> AttentionState: ...
+    @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_lse: bool, **options: Unpack[PagedOptions]
+    ) -> Kind | AttentionState: ...
+    @overload
+    def attend(self, q: Array, layer: int = 0, *, return_lse: bool = False, **options: Unpack[PagedOptions]) -> Any: ...
     def attend(self, q: Any, layer: int = 0, *, causal: bool = True, **options: Any) -> Any:
         """Attention of the new tokens' queries over their sequences.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -30,7 +30,22 @@ OF_CACHE = {
 Pages = tuple[()] | tuple[torch.Tensor, torch.Tensor]  # a block table and lengths, or none
 
 
-@caller_names(**NAMES)
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *tensors: Any,
+    return_softmax_lse: Literal[False] = False, **options: Any,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *tensors: Any,
+    return_softmax_lse: Literal[True], **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *tensors: Any,
+    return_softmax_lse: bool, **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@caller_names(**NAMES)  # type: ignore[misc]  # the overloads leave all other arguments to this signature
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None,

@@ -55,6 +55,31 @@ class Later(CacheLater, total=False):
     num_splits: int
 
 
+class FlashOptions(Later, total=False):
+    """The options of `flash_attn_func` as keywords, for overloads."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    deterministic: bool
+
+
+class VarlenFlashOptions(FlashOptions, total=False):
+    """Likewise of `flash_attn_varlen_func`."""
+
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    block_table: torch.Tensor | None
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    page_table: torch.Tensor | None
+    out: torch.Tensor | None
+
+
 def translate(
     keys: int,
     dropout_p: float,
