@@ -69,6 +69,10 @@ class Quantised:
         if self.scales.device != self.data.device:
             raise InvalidArgument("scales", f"device {self.scales.device}", f"{self.data.device}, as data")
 
+    def __repr__(self) -> str:
+        groups = "" if self.scales is None else f", groups of {self.group}"
+        return f"<Quantised {list(self.shape)} {self.dtype}{groups}, on {self.data.device}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (as_bytes(self.data), self.scales, self.dtype, self.group)  # torch cannot unpickle float8
 

@@ -58,6 +58,17 @@ class Plan:
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<Plan {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        """The text, and the share of tiles that are skipped, for notebooks."""
+        from html import escape
+
+        from .tile_pictures import bar
+
+        return f"<pre>{escape(self.text())}</pre>" + (bar(self.cost.tiles) if self.cost is not None else "")
+
     def text(self, every_backend: bool = False) -> str:
         """The plan as text. Backends for another kind of device are left out unless `every_backend`."""
         p = self.problem

@@ -230,6 +230,19 @@ class TileMap:
 
         return as_text(self)
 
+    def __repr__(self) -> str:
+        """One line, without reading the states: they may be on a GPU."""
+        source = ["rules"] * (self.spec is not None) + ["chosen blocks"] * self.chosen
+        source += [f"a {self.mask_kind} mask"] if self.mask_kind else []
+        (Lq, Lk), (BQ, BK) = self.shape, self.tile
+        words = f"{Lq} x {Lk} in tiles of {BQ} x {BK}, states {list(self.states.shape)}"
+        return f"<TileMap {words}{', of ' * bool(source)}{' and '.join(source)}>"
+
+    def _repr_html_(self) -> str:
+        from .tile_pictures import as_html
+
+        return as_html(self)
+
     def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
         """Draws one plane with matplotlib and returns its `Axes`, in a new figure unless `ax` is given.
 
