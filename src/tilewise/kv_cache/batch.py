@@ -17,6 +17,7 @@ from . import checks, hadamard
 from .attend_call import attend, is_seq_major, refuse
 from .cascade import AGAINST, Group, Split, run, shared
 from .formats import flag, token_bytes
+from .uneven import attend_packed
 from .upload import pieces
 
 if TYPE_CHECKING:
@@ -162,11 +163,17 @@ class Batch:
             if split is not None:
                 tables = (self.block_table, self.context_lens)
                 return run(split, q, len(self.counts), self.longest, self.cu_seqlens, operands, *tables, options)
+
+            def over_pages(q: Any, **options: Any) -> Any:
+                return paged_attention(q, *operands, self.block_table, self.context_lens, **options)
+
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.longest}
-            elif options.get("q_offset") is None and not even:
+            elif not even and options.get("tree_mask") is not None:
+                return attend_packed(q, self.cu_seqlens, over_pages, options)
+            elif not even and options.get("q_offset") is None:
                 options["q_offset"] = self._starts
-            return paged_attention(q, *operands, self.block_table, self.context_lens, **options)
+            return over_pages(q, **options)
 
         return attend(q, call, cache.rotate, options)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
-from ..api import attention
+from ..api import attention, paged_attention
 from ..core.arrays import returner, to_tensor
 from ..core.devices import as_device
 from ..core.eager import eager
@@ -23,6 +23,7 @@ from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
 from .stores import RowStore, empty_rows, nbytes
+from .uneven import attend_packed
 from .upload import upload
 
 if TYPE_CHECKING:
@@ -183,13 +184,16 @@ class KVCache:
         seq_major = is_seq_major(options)
         shape = getattr(q, "shape", ())
         q_rows = shape[1 if seq_major else 2] if len(shape) == 4 else 0
-        if counts is not None:
-            if options.get("q_offset") is not None:
-                raise InvalidArgument("counts", "counts and q_offset", "one of them")
-            options["q_offset"] = self.store.length - checks.counts("counts", counts, self.batch, q_rows)
+        if counts is not None and options.get("q_offset") is not None:
+            raise InvalidArgument("counts", "counts and q_offset", "one of them")
+        new = None if counts is None else checks.counts("counts", counts, self.batch, q_rows)
         if self.ring:
             ring.check_options(self.capacity, options)
         call = self._attend_ring if self.ring and self.store.first.any() else self._attend
+        if new is not None and (new < q_rows).any():
+            if options.get("tree_mask") is not None:
+                return attend(q, lambda q, **options: self._attend_packed(q, new, options), self.rotate, options)
+            options["q_offset"] = self.store.length - new
         return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
 
     def truncate(self, row: int, length: int) -> None:
@@ -272,6 +276,17 @@ class KVCache:
         if isinstance(offset, np.ndarray):
             options["q_offset"] = to_tensor("q_offset", offset).to(self.device)
         return attention(q, *self.store.operands(slots, seq_major), kv_lengths=self.store.on_device, **options)
+
+    def _attend_packed(self, q: Any, counts: np.ndarray, options: dict[str, Any]) -> Any:
+        """Over rows that are pages, each sequence's only one: such a call takes packed queries."""
+        slots = max(1, self._slots(int(self.store.length.max(initial=0)), options.get("mask")))
+        pages = self.store.operands(slots, seq_major=True)
+        cu, first = upload(self.device, np.insert(counts.cumsum(), 0, 0), np.arange(self.batch))
+
+        def call(q: torch.Tensor, **options: Any) -> Any:
+            return paged_attention(q, *pages, first[:, None], self.store.on_device, **options)
+
+        return attend_packed(q, cu, call, options)
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
         first, length = self.store.first.astype(np.int64), self.store.length.astype(np.int64)

@@ -22,6 +22,7 @@ from . import checks, hadamard
 from .attend_call import attend, refuse
 from .batch import Batch
 from .formats import operand
+from .uneven import attend_packed
 from .upload import blocks, pieces
 
 if TYPE_CHECKING:
@@ -168,11 +169,16 @@ class StaticBatch:
             keys, values = store.operands(layer)
 
         def call(q: Any, **options: Any) -> Any:
+            def over_pages(q: Any, **options: Any) -> Any:
+                return paged_attention(q, keys, values, self.block_table, self.context_lens, **options)
+
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.count}
+            elif self.count > 1 and options.get("tree_mask") is not None:  # sequences may have fewer queries
+                return attend_packed(q, self.cu_seqlens, over_pages, options)
             elif self.count > 1 and options.get("q_offset") is None:
-                options["q_offset"] = self.starts  # a sequence may have fewer than `count` queries
-            return paged_attention(q, keys, values, self.block_table, self.context_lens, **options)
+                options["q_offset"] = self.starts
+            return over_pages(q, **options)
 
         return attend(q, call, cache.rotate, options)
 

@@ -1,0 +1,49 @@
+"""Queries of which sequences have different numbers, packed: a tree covers as many of a sequence's last keys as it has
+queries, and only of packed queries a call knows that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.arrays import returner, to_tensor
+from ..errors import InvalidArgument
+from ..state import AttentionState
+from .attend_call import copy_to_out, is_seq_major
+
+
+def attend_packed(q: Any, cu_seqlens: torch.Tensor, call: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """`call` of `q` `[B, H, Lq, D]` (or as `layout` says) in packed form; row `b` uses its first `cu_seqlens[b + 1] -
+    cu_seqlens[b]` queries, and the output for the others is 0.
+
+    The host reads no lengths, so that a graph can replay this for others.
+    """
+    back, q, seq_major = returner(q), to_tensor("q", q), is_seq_major(options)
+    batch = len(cu_seqlens) - 1
+    if q.ndim != 4 or q.shape[0] != batch:
+        raise InvalidArgument("q", f"shape {tuple(q.shape)}", f"rank 4 with {batch} rows, one for each sequence")
+    if options.get("block_indices") is not None:
+        remedy = "key_indices, or as many queries of each sequence"
+        raise InvalidArgument("block_indices", "blocks beside a tree_mask and uneven counts", "one of them", remedy)
+    lse, out = options.pop("return_lse", False), options.pop("out", None)
+    q = q if seq_major else q.transpose(1, 2)  # [B, Lq, H, D]
+    if seq_major:
+        del options["layout"]
+    rows = q.shape[1]
+    used = torch.arange(rows, device=q.device) < cu_seqlens.diff()[:, None]
+    order = (~used).flatten().argsort(stable=True)  # of each packed row, unused ones last
+    for name, dim, ranks in (("q_bias", -1, (3,)), ("key_indices", -2, (3, 4))):
+        if options.get(name) is not None:
+            x = to_tensor(name, options[name])
+            if x.ndim not in ranks or x.shape[0] not in (1, batch) or x.shape[dim] != rows:
+                raise InvalidArgument(name, f"shape {tuple(x.shape)}", f"{rows} rows of {batch} sequences, as q")
+            options[name] = x.movedim(dim, 1).expand(batch, *[-1] * (x.ndim - 1)).flatten(0, 1)[order]
+    state = call(q.flatten(0, 1)[order], cu_seqlens_q=cu_seqlens, max_q=rows, return_lse=lse, **options)
+    place = order.argsort()
+    parts = (x[place].unflatten(0, (batch, rows)) for x in (state if lse else (state,)))
+    x, *more = (x if seq_major else x.transpose(1, 2) for x in parts)
+    x = x if out is None else copy_to_out(out, x)
+    return AttentionState(back(x), back(more[0])) if lse else back(x)
