@@ -230,7 +230,10 @@ def test_capacity_errors_come_before_any_write():
         (lambda c, x: c.reset(-1), "row: got -1"),
         (lambda c, x: c.attend(x, kv_lengths=[1, 2]), "kv_lengths: got an option of attend"),
         (lambda c, x: c.attend(x, counts=[1, 2], q_offset=3), "counts: got counts and q_offset"),
-        (lambda c, x: c.attend(x, mask=torch.ones(3, 2, dtype=torch.bool)), "mask: got a last dim of 2, expected 3 to"),
+        (
+            lambda c, x: c.attend(x, mask=torch.ones(3, 2, dtype=torch.bool)),
+            "mask: got 2 keys, its last dim, expected 3 to",
+        ),
         (lambda c, x: c.attend(x[..., :5]), "k: got a last dim of 64, expected 5"),
     ],
 )

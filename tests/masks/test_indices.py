@@ -224,6 +224,23 @@ def test_maps_of_blocks():
         TileMap.from_blocks(blocks + 1, 5, LQ, LK)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_a_map_of_the_blocks_of_each_kv_head(backend):
+    """One plane for each KV head, as `block_indices` has; queries of a group share it."""
+    q, k, v = inputs()
+    blocks = torch.randn(B, HKV, 2, 5, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :3].int()
+    chosen_map = TileMap.from_blocks(blocks, 5, LQ, LK)
+    options = {"block_indices": blocks, "block_size": 5, "backend": backend}
+    got = attention(q, k, v, tile_map=chosen_map, **options)
+    torch.testing.assert_close(got, attention(q, k, v, **options), atol=3e-6, rtol=1e-5)
+    q = q.clone().requires_grad_()
+    if backend != "reference":
+        attention(q, k, v, tile_map=chosen_map, **options).sum().backward()
+    three = TileMap.from_blocks(torch.zeros(B, 3, 2, 1).int(), 5, LQ, LK)
+    with pytest.raises(InvalidArgument, match=r"tile_map: got \(\d, 3\) planes"):
+        attention(q.detach(), k, v, tile_map=three, **options)
+
+
 def test_maps_of_the_best_tiles():
     q, k, v = inputs()
     scores = torch.randn(B, HKV, 2, 6)

@@ -126,6 +126,16 @@ def test_and_refuses_what_does_not_fit():
     rules = TileMap.from_spec(8, 8, (4, 4), causal=True)
     with pytest.raises(InvalidArgument, match="second map"):
         rules & rules
+    for first, second in (((2, 1), (3, 1)), ((1, 2), (1, 3)), ((2, 4), (4, 2))):
+        a, b = (TileMap.from_mask(torch.ones(*planes, 8, 8).bool(), (4, 4)) for planes in (first, second))
+        with pytest.raises(InvalidArgument, match=rf"other: got a map of \({second[0]}, {second[1]}\) planes"):
+            a & b
+    both = TileMap.from_mask(torch.ones(2, 1, 8, 8).bool(), (4, 4)) & TileMap.from_mask(
+        torch.ones(3, 8, 8).bool(), (4, 4)
+    )
+    assert both.states.shape == (2, 3, 2, 2)
+    with pytest.raises(InvalidArgument, match="other: got a map on meta, expected one on cpu"):
+        mask & TileMap(mask.states.to("meta"), mask.tile, mask.shape, "bool")
 
 
 def test_broadcast_dims_stay_one():

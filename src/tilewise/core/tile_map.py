@@ -196,6 +196,11 @@ class TileMap:
         shapes = list(zip(self.shape, other.shape, strict=True))
         if any(a != b and 1 not in (a, b) for a, b in shapes):
             raise InvalidArgument("other", f"a map of {other.shape}", f"{self.shape}, or 1 where broadcast")
+        planes, others = (tuple(x.states.shape[:2]) for x in (self, other))
+        if any(a != b and 1 not in (a, b) for a, b in zip(planes, others, strict=True)):
+            raise InvalidArgument("other", f"a map of {others} planes", f"{planes}, or 1 where broadcast: (B, H)")
+        if self.states.device != other.states.device:
+            raise InvalidArgument("other", f"a map on {other.states.device}", f"one on {self.states.device}")
         states = torch.minimum(self.states, other.states)
         kinds = {self.mask_kind, other.mask_kind} - {None}
         kind = None if not kinds else "float" if "float" in kinds else "bool"

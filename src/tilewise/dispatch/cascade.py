@@ -36,7 +36,7 @@ def attend(
     planner.check_name(backend)
     args = (q, k, v, *tables, shared.q, *shared.tables)
     options = {**options, "max_q": max_q, "return_lse": True}
-    key = call_cache.key_of("cascade", (*args, shared.max_q), options)
+    key = call_cache.key_of("cascade", args, {**options, "max_q of the prefix": shared.max_q})
     if (cached := call_cache.find(key)) is not None:
         return cached(args, options, shared)
     own, first = ({**options, "cu_seqlens_q": cu} for cu in (tables[2], shared.cu_seqlens))

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from ..core.arrays import returner, to_tensor, to_write
+from ..core.options import PLACES, is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from . import hadamard
+
+# Options of the caller with values that `validate` checks
+VALUES = ("positions", "q_offset", *PLACES, "tile_map", "key_indices", "block_indices")
 
 
 def rounded(n: int) -> int:
@@ -36,10 +40,30 @@ def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
             raise InvalidArgument(name, "an option of attend", "none: the cache knows it", remedy)
 
 
+def check_width(options: dict[str, Any], least: int, most: int | None = None) -> int | None:
+    """How many keys the caller's mask, bias or tile map is for; None if no option says it.
+
+    All that the longest row has, `least`: values of lengths on a GPU are not read, and cells past the end would be.
+    """
+    shapes = {name: getattr(options.get(name), "shape", ()) for name in ("mask", "k_bias", "tile_map")}
+    if shapes["mask"][-1:] == (1,):  # broadcast, as its map is
+        mapped = options.get("tile_map")
+        shapes |= {"mask": (), "tile_map": () if getattr(mapped, "spec", None) is None else shapes["tile_map"]}
+    for name, shape in shapes.items():
+        if len(shape):
+            width = int(shape[-1])
+            if not least <= width or (most is not None and width > most):
+                limit = f"{least} or more: the longest row"
+                if most is not None:
+                    limit = f"{least} to {most}: the longest row, up to the capacity"
+                raise InvalidArgument(name, f"{width} keys, its last dim", limit)
+            return width
+    return None
+
+
 def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
     """`call(q, **options)`; for a rotated cache, q is rotated like its keys and the output is rotated back."""
-    get = options.get
-    if get("tile_map") is None and get("key_indices") is None and get("block_indices") is None:
+    if all(options.get(name) is None or is_int(options[name]) for name in VALUES):
         options.setdefault("validate", False)  # lengths and tables are the cache's own
     try:
         return _attend(q, call, rotate, options)

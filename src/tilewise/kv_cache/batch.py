@@ -14,7 +14,7 @@ from ..core.problem import CascadeProblem
 from ..dispatch import planner
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .attend_call import attend, is_seq_major, refuse
+from .attend_call import attend, check_width, is_seq_major, refuse
 from .cascade import AGAINST, Group, Split, run, shared
 from .formats import flag, token_bytes
 from .uneven import attend_packed
@@ -156,6 +156,7 @@ class Batch:
         operands = cache.store.operands(layer)
         packed = len(getattr(q, "shape", ())) == 3
         options["causal"] = causal
+        check_width(options, int(self.growth.lengths.max(initial=0)))
 
         def call(q: Any, **options: Any) -> Any:
             even = packed or (self._even and self._q_rows(q, options) == self.longest)

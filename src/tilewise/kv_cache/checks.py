@@ -9,6 +9,7 @@ import torch
 
 from ..core.arrays import with_memory
 from ..core.kv_store import RowFormat
+from ..core.options import as_offset
 from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
 from .integers import integer
@@ -98,13 +99,15 @@ def counts(name: str, source: Any, batch: int, most: int | None = None) -> np.nd
     return values.astype(np.int64)
 
 
-def offsets(source: Any, batch: int) -> np.ndarray:
+def offsets(source: Any, batch: int, q_len: int, kv_len: int) -> np.ndarray:
     """`q_offset` of each row, as int64 `[batch]`."""
     expected = f"None, an int or ints, one for each of {batch} rows"
     number = None if getattr(source, "shape", ()) else integer(source)
     values = ints("q_offset", source if number is None else [number] * batch, expected)
     if values.shape != (batch,):
         raise InvalidArgument("q_offset", f"{values.dtype} of shape {values.shape}", expected)
+    for b, offset in enumerate(values.tolist()):
+        as_offset(offset, q_len, kv_len, f"q_offset[{b}]")
     return values.astype(np.int64)
 
 

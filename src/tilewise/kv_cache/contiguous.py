@@ -17,7 +17,7 @@ from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from . import checks, copies, hadamard, ring
-from .attend_call import attend, copy_to_out, is_seq_major, refuse, rounded
+from .attend_call import attend, check_width, copy_to_out, is_seq_major, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows
@@ -189,12 +189,13 @@ class KVCache:
         new = None if counts is None else checks.counts("counts", counts, self.batch, q_rows)
         if self.ring:
             ring.check_options(self.capacity, options)
-        call = self._attend_ring if self.ring and self.store.first.any() else self._attend
+        call: Any = self._attend_ring if self.ring and self.store.first.any() else self._attend
+        own: dict[str, Any] = {}
         if new is not None and (new < q_rows).any():
             if options.get("tree_mask") is not None:
                 return attend(q, lambda q, **options: self._attend_packed(q, new, options), self.rotate, options)
-            options["q_offset"] = self.store.length - new
-        return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
+            own["q_offset"] = torch.from_numpy(self.store.length - new).to(self.device)
+        return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options | own), self.rotate, options)
 
     def truncate(self, row: int, length: int) -> None:
         """Shortens a row to `length` tokens, for example to drop rejected draft tokens."""
@@ -260,26 +261,21 @@ class KVCache:
         x = store.map(lambda x: x[row][:, slots]).floats()
         return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
 
-    def _slots(self, longest: int, mask: Any) -> int:
-        """How many slots a call is given: as a mask has, or those of the longest row and a few more."""
-        width = mask.shape[-1] if len(getattr(mask, "shape", ())) else 1
-        if width == 1:
-            return min(self.capacity, rounded(longest))
-        if not longest <= width <= self.capacity:
-            limit = f"{longest} to {self.capacity}: the longest row, up to the capacity"
-            raise InvalidArgument("mask", f"a last dim of {width}", limit)
-        return int(width)
+    def _slots(self, options: dict[str, Any]) -> int:
+        """How many slots a call is given: as many as a mask, bias or tile map has, or those of the longest row and a
+        few more.
+        """
+        longest = int(self.store.length.max(initial=0))
+        width = check_width(options, longest, self.capacity)
+        return min(self.capacity, rounded(longest)) if width is None else width
 
     def _attend(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
-        slots = self._slots(int(self.store.length.max(initial=0)), options.get("mask"))
-        offset = options.get("q_offset")
-        if isinstance(offset, np.ndarray):
-            options["q_offset"] = to_tensor("q_offset", offset).to(self.device)
+        slots = self._slots(options)
         return attention(q, *self.store.operands(slots, seq_major), kv_lengths=self.store.on_device, **options)
 
     def _attend_packed(self, q: Any, counts: np.ndarray, options: dict[str, Any]) -> Any:
         """Over rows that are pages, each sequence's only one: such a call takes packed queries."""
-        slots = max(1, self._slots(int(self.store.length.max(initial=0)), options.get("mask")))
+        slots = max(1, self._slots(options))
         pages = self.store.operands(slots, seq_major=True)
         cu, first = upload(self.device, np.insert(counts.cumsum(), 0, 0), np.arange(self.batch))
 
@@ -293,7 +289,7 @@ class KVCache:
         offset = options.get("q_offset")
         if offset is None:
             offset = length - q_rows
-        q_first = checks.offsets(offset, self.batch)
+        q_first = checks.offsets(offset, self.batch, q_rows, self.capacity)
         ring.check(first, q_first, self.capacity, options)
         if ring.order_does_not_matter(first, length, self.capacity, q_rows, options):
             kv_lengths = torch.from_numpy((length - first).astype(np.int32)).to(self.device)

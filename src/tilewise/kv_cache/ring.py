@@ -39,6 +39,7 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
         ("mask", "columns"),
         ("tree_mask", "columns"),
         ("k_bias", "columns"),
+        ("tile_map", "columns"),
         ("key_indices", "slots"),
         ("block_indices", "slots"),
     ):

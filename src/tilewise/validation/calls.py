@@ -118,6 +118,7 @@ def _checked(
 ) -> Call:
     """The checks that all entry points share, and the `Problem`. `t` has q, k, v and tables; the rest is added here."""
     _check_keys(c, form, ck, cv, t, o, q_len, kv_len)
+    t.tile_map = as_tile_map(o.tile_map, c.q.shape[1], t.k.shape[1])
     places = _positions_of_rows(c, t, o, batch)
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
@@ -130,7 +131,6 @@ def _checked(
         rows = as_places(places, offset, q_len, kv_len)
     else:
         t.places = place_rows(places, batch, c.device, LIMIT)
-    t.tile_map = as_tile_map(o.tile_map)
     shared = 0 if t.k_shared is None else t.k_shared.shape[3]
     # A byte of 4-bit data holds columns d and d + D/2, so V cannot be a view of the first columns of K.
     alike = ck.format == cv.format and ck.format.packing == 1 and not shared
@@ -222,8 +222,8 @@ def _outputs(c: Checker, t: Tensors, o: Options, width: int) -> tuple[torch.Tens
 def _score_tensors(
     c: Checker, form: Form, t: Tensors, o: Options, places: list[Any], batch: int, q_len: int, kv_len: int
 ) -> tuple[MaskSpec | None, int]:
-    """Adds to `t` all tensors that change scores. Returns the mask's kind, and `kv_len`, which a mask or bias over
-    pages may shorten.
+    """Adds to `t` all tensors that change scores. Returns the mask's kind, and `kv_len`, which a mask, bias or tile map
+    over pages may shorten.
     """
     H, spec = c.q.shape[1], None
     if o.mask is not None:
@@ -243,6 +243,8 @@ def _score_tensors(
         t.k_bias = c.bias("k_bias", o.k_bias, sizes, packed, any_keys)
         kv_len = t.k_bias.shape[2] if any_keys else kv_len
         t.mask = None if t.mask is None else t.mask[..., :kv_len]
+    if form == "paged" and t.mask is None and t.k_bias is None and t.tile_map is not None:
+        kv_len = min(kv_len, t.tile_map.shape[1])
     return spec, kv_len
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from ..errors import InvalidArgument
 from .values import readable
 
 
-def as_tile_map(tile_map: Any) -> TileMap | None:
+def as_tile_map(tile_map: Any, heads: int, kv_heads: int) -> TileMap | None:
+    """The option as a map of query heads: blocks may be chosen for each KV head."""
     if tile_map is not None and not isinstance(tile_map, TileMap):
         remedy = "make one with TileMap.from_mask or TileMap.from_spec"
         raise InvalidArgument("tile_map", type(tile_map).__name__, "None or a TileMap", remedy)
+    if tile_map is not None and tile_map.chosen and 1 < tile_map.states.shape[1] == kv_heads < heads:
+        return replace(tile_map, states=tile_map.states.repeat_interleave(heads // kv_heads, 1))
     return tile_map
 
 

@@ -51,9 +51,8 @@ def check_tables(
         check_cu_seqlens("cu_seqlens_k", cu_k, rows, "max_k", p.kv_len, validate)
     if kv_lengths is not None and block_table is not None:
         fewer = p.kv_len < block_table.shape[1] * p.page_size
-        what = (
-            "tokens in block_table's pages" if not fewer else "keys in mask" if p.mask is not None else "keys in k_bias"
-        )
+        of = "mask" if p.mask is not None else "k_bias" if p.k_bias else "tile_map"
+        what = f"keys in {of}" if fewer else "tokens in block_table's pages"
         check_lengths("context_lens", kv_lengths, p.kv_len, what, validate)
         check_block_table(block_table, kv_lengths, p.page_size, rows, validate)
     elif kv_lengths is not None and cu_k is not None:
