@@ -17,7 +17,7 @@ from .core.arrays import returner
 from .core.eager import eager_function
 from .core.options import Array, Options
 from .core.plan import Plan
-from .core.signatures import NAMES, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
+from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
 from .core.tensors import Tensors
 from .core.tracing import is_in_transform, is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
@@ -45,7 +45,7 @@ def attention(
 @overload
 def attention(q: Array, k: Keys, v: Keys, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any: ...
 @shows(AttentionOptions)
-def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionState:
+def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array | AttentionState:
     """Attention of queries over keys and values: prefill, decode, and anything between.
 
     Args:
@@ -100,7 +100,7 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    return _call("attention", calls.dense, (q, k, v), options)
+    return _call("attention", calls.dense, (q, k, v, *more), options)
 
 
 @overload
@@ -125,7 +125,7 @@ def varlen_attention(
 ) -> Any: ...  # fmt: skip
 @shows(VarlenOptions)
 def varlen_attention(
-    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array, **options: Any
+    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array, *more: Any, **options: Any
 ) -> Array | AttentionState:
     """Attention within packed sequences: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
 
@@ -151,7 +151,7 @@ def varlen_attention(
     >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
     torch.Size([10, 4, 32])
     """
-    return _call("varlen_attention", calls.varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k), options)
+    return _call("varlen_attention", calls.varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k, *more), options)
 
 
 @overload
@@ -176,7 +176,7 @@ def paged_attention(
 ) -> Any: ...  # fmt: skip
 @shows(PagedOptions)
 def paged_attention(
-    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, **options: Any
+    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, *more: Any, **options: Any
 ) -> Array | AttentionState:
     """Attention over keys and values in pages: key `j` of row `b` is slot `j % page_size` of page
     `block_table[b, j // page_size]`.
@@ -204,7 +204,7 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
-    return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens), options)
+    return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens, *more), options)
 
 
 PLAN_RUNS_EAGERLY = "tilewise.plan reads values and addresses: it runs outside graphs, and not with fullgraph=True"
@@ -242,7 +242,7 @@ def plan(
     """
     known = Options.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
-        keywords.refuse(unknown, known)
+        keywords.refuse(unknown, known, "tilewise.plan")
     tables = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -328,8 +328,10 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
                 check(*args, Options(**options))
                 raise
 
+    if len(args) > len(TENSORS[name]):
+        keywords.refuse_positional(args[len(TENSORS[name]) :], TENSORS[name], f"tilewise.{name}")
     if unknown := [option for option in options if option not in NAMES[name]]:
-        keywords.refuse(unknown, NAMES[name])
+        keywords.refuse(unknown, NAMES[name], f"tilewise.{name}")
     as_operator = traced or ops.needs_operator((*args, *options.values()))
     has_gradients = name in autograd.TABLES and not as_operator
     needs_grad = has_gradients and autograd.needed({**dict(zip("qkv", args, strict=False)), **options})

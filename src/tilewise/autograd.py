@@ -95,7 +95,8 @@ def attention_backward(
         if name in options:
             raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
     if unknown := [name for name in options if name not in Options.__dataclass_fields__ or name in FORWARD_ONLY]:
-        keywords.refuse(unknown, dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__]))
+        known = dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__])
+        keywords.refuse(unknown, known, "tilewise.attention_backward")
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic

@@ -19,8 +19,12 @@ class InvalidArgument(ValueError):
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
-class UnknownKeyword(InvalidArgument, TypeError):
-    """A keyword that the function does not have; the message names the one that was probably meant."""
+class UnexpectedArgument(InvalidArgument, TypeError):
+    """An argument that the function does not have; the message names the one that was probably meant."""
+
+    def __init__(self, argument: str, given: str, hint: str, function: str) -> None:
+        self.argument = argument
+        self.args = (f"{argument}: {given}; " + (f"{hint}; " if hint else "") + f"help({function}) lists all",)
 
 
 class Unsupported(NotImplementedError):

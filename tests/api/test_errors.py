@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import (
     AttentionState,
@@ -22,6 +23,7 @@ from tilewise import (
     varlen_attention,
 )
 from tilewise.dispatch import call_cache, planner
+from tilewise.errors import UnexpectedArgument
 
 B, H, Hkv, Lq, Lk, D = 2, 4, 2, 5, 7, 8
 TREE, NODES = {"tree_mask": torch.ones(1, Lq, Lq).bool()}, torch.arange(Lk - Lq, Lk).expand(B, Lq)
@@ -55,6 +57,8 @@ ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
 bools = lambda *shape: torch.ones(shape, dtype=torch.bool)  # noqa: E731
 randn = torch.randn
 STATES = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
+
+BLOCK_MASK = create_block_mask(lambda b, h, i, j: j <= i, None, None, 128, 128, device="cpu")
 
 DENSE = [
     # (argument that the message names, changed arguments, a part of the message)
@@ -133,6 +137,8 @@ DENSE = [
     ("kv_lengths[1]", {"kv_lengths": ints(7, 8)}, "0 to 7"),
     ("kv_lengths[0]", {"kv_lengths": ints(-1, 3)}, "0 to 7"),
     ("kv_lengths", {"kv_lengths": ints(1, 2).to("meta")}, "device meta"),
+    ("mask", {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx}, "a function, expected a tensor; "),
+    ("mask", {"mask": BLOCK_MASK}, "a BlockMask, expected a tensor; "),
     ("mask", {"mask": bools(Lq, Lk + 1)}, "shape (5, 8)"),
     ("mask", {"mask": bools(B, Lk)}, "mask[:, None, None], if its first dim is the batch"),
     ("mask", {"mask": bools(B, Lq, Lk)}, "mask[:, None], if its first dim is the batch"),
@@ -196,7 +202,16 @@ DENSE = [
     ("softmax_scale", {"softmax_scale": 1.0}, "did you mean scale?"),
     ("cache_seqlens", {"cache_seqlens": None}, "did you mean kv_lengths?"),
     ("casual", {"casual": True}, "did you mean causal?"),
-    ("colour", {"colour": 1}, "one of q, k, v, scale,"),
+    ("colour", {"colour": 1}, "colour: got an unknown keyword; help(tilewise.attention) lists all"),
+    ("is_causal", {"is_causal": True}, "q_offset=0 aligns the first ones, as torch's is_causal does; help"),
+    ("block_table", {"block_table": ints(1)}, "tilewise.paged_attention takes pages: block_table and context_lens"),
+    ("page_table", {"page_table": ints(1)}, "tilewise.paged_attention takes pages: block_table"),
+    ("cu_seqlens", {"cu_seqlens": ints(0, 5)}, "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and"),
+    ("max_seqlen_q", {"max_seqlen_q": 5}, "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and"),
+    ("return_attn_probs", {"return_attn_probs": True}, "did you mean return_lse? it returns AttentionState(out, lse)"),
+    ("output_attentions", {"output_attentions": True}, "the weights are never computed: leave it out"),
+    ("bias", {"bias": randn(Lq, Lk)}, "did you mean mask? a float one is added to the scores"),
+    ("alibi", {"alibi": True}, "did you mean alibi_slopes? tilewise.alibi_slopes(H) makes them"),
     ("return_lse", {"return_lse": None}, "True or False"),
 ]
 
@@ -215,6 +230,8 @@ VARLEN = [
     ("kv_lengths[0]", {"kv_lengths": ints(4, 1)}, "0 to 3"),
     ("mask", {"mask": bools(5, 7)}, "(2, 4, 3, 4)"),
     ("max_seqlen_q", {"max_seqlen_q": 4}, "did you mean max_q?"),
+    ("cu_seqlens", {"cu_seqlens": ints(0, 5)}, "did you mean cu_seqlens_q?"),
+    ("block_table", {"block_table": ints(1, 2)}, "tilewise.paged_attention takes pages"),
     ("backend", {"backend": []}, "one of"),
 ]
 
@@ -239,6 +256,7 @@ PAGED = [
     ("backend", {"backend": {}}, "one of"),
     ("cache_seqlens", {"cache_seqlens": ints(1, 2)}, "did you mean context_lens?"),
     ("block_tables", {"block_tables": ints(1, 2)}, "did you mean block_table?"),
+    ("page_table", {"page_table": ints(1, 2)}, "did you mean block_table?"),
 ]
 
 ALL = [(attention, dense_args, *row) for row in DENSE]
@@ -258,7 +276,7 @@ def test_refused_by_name(entry, args, name, changes, words):
     assert isinstance(caught.value, ValueError)
     assert str(caught.value).startswith(f"{name}: got ") or (not words and ": got " in str(caught.value))
     assert words in str(caught.value)
-    assert "expected" in str(caught.value)
+    assert "expected" in str(caught.value) or isinstance(caught.value, UnexpectedArgument)
     if before is not None:
         assert torch.equal(out.nan_to_num(), before.nan_to_num()), "something was written"
 
@@ -320,6 +338,30 @@ def test_unknown_keywords_are_type_errors_too():
             entry(**args(), is_causal=True)
     with pytest.raises(TypeError, match="did you mean causal"):
         plan(**dense_args(), is_causal=True)
+
+
+def test_the_hint_comes_first_and_then_where_the_names_are_listed():
+    for entry, args in ((attention, dense_args), (varlen_attention, varlen_args), (paged_attention, paged_args)):
+        with pytest.raises(InvalidArgument) as error:
+            entry(**args(), casual=True)
+        start, end = str(error.value).split("did you mean causal?")
+        assert start == "casual: got an unknown keyword; "
+        assert end.endswith(f"; help(tilewise.{entry.__name__}) lists all")
+        assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("more", "name"), [((True,), "causal"), ((0.5,), "scale"), ((bools(Lq, Lk),), "mask"), ((None, 0.0, True), "mask")]
+)
+def test_too_many_positional_arguments(more, name):
+    """As in calls written for torch's SDPA (a mask, dropout, is_causal) or FlashAttention (dropout, scale, causal)."""
+    for entry, args in ((attention, dense_args), (varlen_attention, varlen_args), (paged_attention, paged_args)):
+        given = args()
+        names = ", ".join(given)
+        want = f"got {len(given) + len(more)}, expected {len(given)} \\({names}\\); options go by name, such as {name}="
+        for _ in range(2):  # not remembered
+            with pytest.raises(TypeError, match=f"positional arguments: {want}; help"):
+                entry(*given.values(), *more)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])

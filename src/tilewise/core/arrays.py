@@ -26,7 +26,7 @@ def to_tensor(name: str, x: Any) -> torch.Tensor:
     if library == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
         remedy = "inside jax.jit call tilewise through jax.pure_callback (docs/integrations/arrays.md); jax.grad cannot"
         raise InvalidArgument(name, "a JAX tracer", "an array with numbers in it", remedy)
-    if library == "torch":  # torch.fx.Proxy
+    if type(x).__module__.startswith("torch.fx"):  # a Proxy
         remedy = "torch.fx.wrap the function that calls tilewise, or trace by make_fx or torch.export"
         raise InvalidArgument(name, type(x).__name__, "a torch tensor", remedy)
     if hasattr(x, "__dlpack__"):

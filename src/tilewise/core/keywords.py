@@ -1,18 +1,21 @@
-"""Unknown keywords: the error names the keyword here that other libraries call so, or says why there is none."""
+"""Unknown arguments: the error names the one here that other libraries call so, or says why there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from ..errors import UnknownKeyword
+from ..errors import UnexpectedArgument
 
+FEW = 16  # names that fit into a message
 # To tilewise's names, best first; the error names the first that the entry point has.
 OTHER_NAMES = {
     "is_causal": ("causal",),
     "attn_mask": ("mask",),
     "attention_mask": ("mask",),
     "attn_bias": ("mask",),
+    "bias": ("mask",),
+    "relative_position_bias": ("mask",),
     "key_padding_mask": ("kv_lengths", "mask"),
     "sliding_window": ("window",),
     "window_size": ("window",),
@@ -22,6 +25,7 @@ OTHER_NAMES = {
     "soft_cap": ("softcap",),
     "logits_soft_cap": ("softcap",),
     "slopes": ("alibi_slopes",),
+    "alibi": ("alibi_slopes",),
     "s_aux": ("sinks",),
     "learnable_sink": ("sinks",),
     "cache_seqlens": ("kv_lengths", "context_lens"),
@@ -37,20 +41,38 @@ OTHER_NAMES = {
     "max_seqlen_k": ("max_k",),
     "return_softmax_lse": ("return_lse",),
     "return_attn_probs": ("return_lse",),
+    "return_attn_weights": ("return_lse",),
     "tensor_layout": ("layout",),
     "num_splits": ("split_size",),
+}
+# What else to know of a name that was probably meant.
+EXPLAINED = {
+    "window": "window=W is W keys with the query's own, a pair the keys on each side; None, not -1, is unlimited",
+    "causal": "it aligns the last query with the last key; q_offset=0 aligns the first ones, as torch's is_causal does",
+    "return_lse": "it returns AttentionState(out, lse); the weights are never computed",
+    "alibi_slopes": "tilewise.alibi_slopes(H) makes them",
+    "mask": "a float one is added to the scores, of a bool one True attends",
+}
+# Of other entry points of tilewise: the first that has one of these names takes it.
+ENTRY_POINTS = {
+    "block_table": "tilewise.paged_attention takes pages: block_table and context_lens",
+    "cu_seqlens_q": "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and cu_seqlens_k",
+    "cu_seqlens_k": "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and cu_seqlens_k",
+    "max_q": "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and cu_seqlens_k, max_q and max_k",
+    "max_k": "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and cu_seqlens_k, max_q and max_k",
+    "mesh": "tilewise.distributed.attention and tilewise.distributed.plan take it",
 }
 NOT_NEEDED = {
     "dropout_p": "there is no dropout: leave it out",
     "dropout": "there is no dropout: leave it out",
     "enable_gqa": "leave it out: fewer heads in k and v than in q are enough",
     "deterministic": "leave it out: every result is deterministic",
-    "need_weights": "the weights are never made: leave it out",
+    "need_weights": "the weights are never computed: leave it out",
+    "output_attentions": "the weights are never computed: leave it out",
     "training": "leave it out",
     "score_mod": "softcap=, alibi_slopes=, q_bias=, k_bias= and an additive mask= say what changes a score",
     "mask_mod": "causal=, window=, chunk= and a bool mask= say what is hidden",
     "block_mask": "causal=, window=, chunk=, a bool mask= or block_indices= say what is hidden",
-    "mesh": "tilewise.distributed.attention and tilewise.distributed.plan take it",
 }
 
 
@@ -62,16 +84,33 @@ def of(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
-def refuse(unknown: Iterable[str], known: Iterable[str]) -> NoReturn:
-    """Raises for the first unknown keyword, with the name that was probably meant."""
+def refuse(unknown: Iterable[str], known: Iterable[str], function: str) -> NoReturn:
+    """Raises for the first unknown keyword of a function, with the name that was probably meant."""
     import difflib
 
     name, known = next(iter(unknown)), list(known)
-    if name in NOT_NEEDED:
-        raise UnknownKeyword(name, "an unknown keyword", "none of that name", NOT_NEEDED[name])
-    meant = [other for other in OTHER_NAMES.get(name, ()) if other in known]
-    meant = meant or difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {meant[0]}?" if meant else ""
-    if meant == ["window"]:
-        hint += " window=W is W keys with the query's own, a pair the keys on each side; None, not -1, is unlimited"
-    raise UnknownKeyword(name, "an unknown keyword", f"one of {', '.join(known)}", hint)
+    names = OTHER_NAMES.get(name, (name,))
+    if meant := [other for other in names if other in known]:
+        hint = _did_you_mean(meant[0])
+    elif name in NOT_NEEDED:
+        hint = NOT_NEEDED[name]
+    elif elsewhere := [ENTRY_POINTS[other] for other in names if other in ENTRY_POINTS]:
+        hint = elsewhere[0]
+    else:
+        close = difflib.get_close_matches(name, known, 1)
+        few = f"expected one of {', '.join(known)}" if len(known) < FEW else ""
+        hint = _did_you_mean(close[0]) if close else few
+    raise UnexpectedArgument(name, "got an unknown keyword", hint, function)
+
+
+def _did_you_mean(name: str) -> str:
+    return f"did you mean {name}?" + (f" {EXPLAINED[name]}" if name in EXPLAINED else "")
+
+
+def refuse_positional(more: tuple[Any, ...], names: tuple[str, ...], function: str) -> NoReturn:
+    """Raises for arguments after those of `names`, the only ones that go by position."""
+    first = more[0]
+    name = "causal" if isinstance(first, bool) else "scale" if isinstance(first, float) else "mask"
+    hint = f"options go by name, such as {name}="
+    given = f"got {len(names) + len(more)}, expected {len(names)} ({', '.join(names)})"
+    raise UnexpectedArgument("positional arguments", given, hint, function)

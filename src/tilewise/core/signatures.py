@@ -23,6 +23,7 @@ Keys = Any  # an Array or a Quantised
 Layout = Literal["bhld", "blhd"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 NAMES: dict[str, tuple[str, ...]] = {}  # the argument names of each entry point
+TENSORS: dict[str, tuple[str, ...]] = {}  # those that go by position
 UNSET: dict[str, frozenset[str]] = {}  # the options of each entry point whose default is None
 
 
@@ -101,7 +102,7 @@ def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
 
     def show(function: Function) -> Function:
         found = inspect.signature(function)
-        tensors = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        tensors = [p for p in found.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         named = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
             for f in fields(Options)
@@ -109,6 +110,7 @@ def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
         ]
         function.__signature__ = found.replace(parameters=[*tensors, *named])  # type: ignore[attr-defined]
         NAMES[function.__name__] = tuple(p.name for p in (*tensors, *named))
+        TENSORS[function.__name__] = tuple(p.name for p in tensors)
         UNSET[function.__name__] = frozenset(p.name for p in named if p.default is None)
         return function
 

@@ -132,7 +132,7 @@ class TileMap:
         0.146484375
         """
         if unknown := [name for name in options if name not in RuleOptions.__annotations__]:
-            keywords.refuse(unknown, keywords.of(cls.from_spec))
+            keywords.refuse(unknown, keywords.of(cls.from_spec), "tilewise.TileMap.from_spec")
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
         if (count := -(-Lq // tile[0]) * -(-Lk // tile[1])) > MOST_TILES:

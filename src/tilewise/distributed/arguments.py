@@ -111,7 +111,7 @@ def _supported(options: dict[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
         from .attention import attention  # it imports this module
 
-        keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
+        keywords.refuse(unknown, [*keywords.of(attention), *KNOWN], "tilewise.distributed.attention")
     return {name: x for name, x in options.items() if name not in INSTEAD}
 
 

@@ -270,7 +270,8 @@ def _check_options(q: torch.Tensor, causal: Any, c: ShardedKVCache, options: dic
         known = keywords.of(paged_attention)
         if others := [name for name in unknown if name in known]:
             raise InvalidArgument(others[0], "one over a sharded cache", "none")
-        keywords.refuse(unknown, ["q", "layer", "causal", "gather", *OPTIONS])
+        names = ["q", "layer", "causal", "gather", *OPTIONS]
+        keywords.refuse(unknown, names, "tilewise.distributed.ShardedKVCache.attend")
     heads, sinks = q.shape[1], options.get("sinks")
     if sinks is not None and (not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,)):
         raise InvalidArgument("sinks", getattr(sinks, "shape", type(sinks).__name__), f"({heads},), of q's heads")

@@ -105,7 +105,8 @@ def translate(
     if later:
         known = Later.__annotations__
         if unknown := [name for name in later if name not in known]:
-            keywords.refuse(unknown, [*keywords.of(translate)[1:-1], *known])  # without keys and later
+            names = [*keywords.of(translate)[1:-1], *known]  # without keys and later
+            keywords.refuse(unknown, names, "tilewise.compat.flash_attn.flash_attn_func")
         options["chunk"] = chunk(later.get("attention_chunk", 0))
         options["sinks"] = later.get("s_aux")
         options["split_size"] = split_size(later.get("num_splits", 0), keys)
