@@ -45,8 +45,7 @@ QUEUED = 50  # graphs
 LIMIT = 40.0  # seconds more than its own until a process counts as hung
 NAPS = '''"""Warps that are late."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from tilewise.backends.gpu.gluon import gl, gluon
 
 TEXT = gl.constexpr(
     "{ .reg .u32 c, w, t; .reg .pred p; mov.u32 c, %clock; mov.u32 w, %warpid; mad.lo.u32 t, w, 0x9E3779B1, c; "

@@ -15,9 +15,8 @@ meet at a hardware barrier, and one of them arrives for all.
 import sys
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from tilewise.backends.gpu.gluon import cp_async_arrive, gl, gluon, mbarrier
 
 ROUNDS = gl.constexpr(8)
 WAYS = {"none": 0, "one": 1, "crossed": 2, "both": 3, "each": 128}
@@ -28,7 +27,7 @@ LAYOUT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 @gluon.jit
 def arrive(barrier):
     if WAY == 128:
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
+        cp_async_arrive(barrier, increment_count=False)
     else:
         mbarrier.arrive(barrier, count=1)
 

@@ -26,8 +26,7 @@ from gluon_values import Pointer, SimError, Tensor, raw, typed
 SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
-OWN = dict.fromkeys(("signature", "barrier"), "backends.hopper")
-PLACES = {"mask_rules": "backends.gpu"} | OWN | dict.fromkeys(FILES, "backends.hopper.fwd")
+PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
 FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla")
 BACKWARD = PLACES | {
     f"bwd.{name}": "backends.hopper.bwd"
@@ -77,7 +76,7 @@ class Shared:
     def slice(self, start: int, size: int, dim: int) -> Shared:
         return Shared(self.a[(slice(None),) * dim + (slice(start, start + size),)])
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(self.a.reshape(-1).view(dtype)[: math.prod(shape)].reshape(shape))
 
     def load(self, layout: Any) -> Tensor:
@@ -393,7 +392,7 @@ def _add_release(at: Pointer) -> None:
 
 
 SYNC = {
-    "named_barrier": _named_barrier, "tma_add": _tma_add, "load_acquire": _load_acquire, "add_release": _add_release,
+    "named_barrier": _named_barrier, "load_acquire": _load_acquire, "add_release": _add_release,
     "bulk_writes_done": lambda: None, "load_relaxed": _load_acquire,
     "nap": lambda: None, "fence_async_global": lambda: None,
 }  # fmt: skip
@@ -457,8 +456,7 @@ def stand_in() -> Any:
         expand_dims=lambda x, axis: Tensor(np.expand_dims(raw(x), axis)),
         load=lambda at, mask=None, other=0, cache_modifier="": at.load(mask, other),
         store=lambda at, x, mask=None: at.store(x, mask),
-        inline_asm_elementwise=_asm, thread_barrier=lambda: None,
-        warp_specialize=_partitions,
+        inline_asm_elementwise=_asm, warp_specialize=_partitions,
     )  # fmt: skip
     for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout",
                  "DistributedLinearLayout"):  # fmt: skip
@@ -485,29 +483,29 @@ def modules(allocate: Any) -> dict[str, Any]:
 
     gl = stand_in()
     gl.allocate_shared_memory = allocate
-    gluon = module(jit=_jit, constexpr_function=_same, language=gl)
-    mbarrier = SimpleNamespace(
-        wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier"
-    )
-    tma = SimpleNamespace(
-        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
-    )
-    hopper = module(
-        mbarrier=mbarrier,
-        tma=tma,
-        async_copy=SimpleNamespace(async_copy_global_to_shared=_gather, mbarrier_arrive=_gathered),
+    gluon = module(
+        gl=gl,
+        gluon=module(jit=_jit, constexpr_function=_same),
+        mbarrier=SimpleNamespace(
+            wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier"
+        ),
+        tma_load=_copy_in,
+        tma_store=_copy_out,
+        tma_add=_tma_add,
+        tma_store_wait=_store_wait,
+        cp_async=_gather,
+        cp_async_arrive=_gathered,
+        reinterpret=lambda tile, *form: tile.reinterpret(*form),
+        thread_barrier=lambda: None,
         fence_async_shared=lambda: None,
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
+        aggregate=_same,
+        base_value=Tensor,
     )
-    core = module(_aggregate=_same, base_value=Tensor)
     return {
-        "triton": module(jit=_jit, constexpr_function=_same, language=gl),
-        "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,
-        "triton.experimental.gluon.language": module(_core=SimpleNamespace(builtin=_same)),
-        "triton.experimental.gluon.language.nvidia": module(),
-        "triton.experimental.gluon.language.nvidia.hopper": hopper, "triton.language": module(**vars(gl)),
-        "triton.language.core": core, "triton._C": module(), "triton._C.libtriton": module(ir=None),
+        "triton": module(jit=_jit, constexpr_function=_same, language=gl), "triton.language": module(**vars(gl)),
+        "plain.backends.gpu.gluon": gluon,
     }  # fmt: skip
 
 

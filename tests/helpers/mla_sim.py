@@ -23,7 +23,7 @@ FILES = (
     "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow",
     "inside", "consumer", "kernel",
 )  # fmt: skip
-PLACES = gluon_sim.OWN | dict.fromkeys(FILES, "backends.hopper.mla")
+PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 
 
 class Tiles(Shared):
@@ -48,7 +48,7 @@ class Tiles(Shared):
     def permute(self, dims: Sequence[int]) -> Any:
         return Turned(self)
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Tiles:
+    def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Tiles:
         return Tiles(self.pieces, shape)
 
     def load(self, layout: Any) -> Tensor:

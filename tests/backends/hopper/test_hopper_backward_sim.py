@@ -87,7 +87,7 @@ def test_split_key_blocks(name, splits):
 MUTANTS = {
     "dQ is read before its last sum": ("bwd.converter", "w.turn(a, i) + 1", "w.turn(a, i)"),
     "dQ's last sum is another one": ("bwd.tile_scheduler", "+ a.right) >> 7) + 1)", "+ a.right) >> 7))"),
-    "a piece is overwritten before it has left": ("bwd.converter", "tma.store_wait(0)  # the next", "pass  # the next"),
+    "a piece is overwritten before it has left": ("bwd.converter", "tma_store_wait(0)  # the next", "pass  # the next"),
     "a row too many of dQ": ("bwd.converter", "(rows < w.q_len)", "(rows < w.q_len + 1)"),
     "the next piece in the place of this one": ("bwd.converter", "n // a.S.pieces) & 1", "n // a.S.pieces + 1) & 1"),
     "K is loaded before it is free": ("bwd.producer", "        mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)\n",

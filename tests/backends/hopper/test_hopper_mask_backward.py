@@ -10,11 +10,11 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from aot import SHARED
 from test_hopper_backward import H200, built, given, problem
 from tilewise.backends import hopper
+from tilewise.backends.gpu.gluon import TensorDescriptor
 from tilewise.backends.gpu.kernel import Kernel
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward

@@ -93,7 +93,7 @@ MUTANTS = {
                                        "        pass\n"),
     "the mask of the other consumer": ("bwd.mask", "buf.mask.index(C + (u >> 30))", "buf.mask.index(1 - C)"),
     "the first head's mask": ("bwd.producer", "head * a.mask_heads", "0"),
-    "dQ is written while dS leaves": ("bwd.consumer", "            tma.store_wait(0)\n        named_barrier",
+    "dQ is written while dS leaves": ("bwd.consumer", "            tma_store_wait(0)\n        named_barrier",
                                       "            pass\n        named_barrier"),
     "dQ is written while dS is read": (
         "bwd.consumer", 'bar.sync", DS_EMPTY, 256)\n    else:\n        wait',

@@ -11,15 +11,13 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from aot import SHARED, Signature, tensors_of
 from hopper_aot import build
 from interpreted import interpreted
 from problem_space import changed, problem_of
 from tilewise.backends import hopper
+from tilewise.backends.gpu.gluon import gl, gluon, mbarrier
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import config as prefill
 from tilewise.backends.hopper.mla import config

@@ -177,7 +177,7 @@ MUTANTS = {
         "found = o",
     ),
     "outputs are not rescaled": ("consumer", "if changed != 0:", "if False:"),
-    "queries are replaced while the output leaves": ("epilogue", "tma.store_wait(0)", "pass"),
+    "queries are replaced while the output leaves": ("epilogue", "tma_store_wait(0)", "pass"),
 }
 OF_FEW = {
     "half a sequence": ("narrow", " + sh.parts[0].index(1 - C).load(TURNED) * its[None, :]", ""),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gpu.flags import DTYPE_NAMES
+from ..gpu.gluon import TensorDescriptor, gl
 
 TYPES = {"bf16": gl.bfloat16, "f16": gl.float16, "f32": gl.float32}
 

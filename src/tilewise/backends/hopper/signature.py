@@ -5,11 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-from triton.language.core import base_value
-
+from ..gpu.gluon import aggregate, base_value, gl, gluon
 from ..gpu.signature import RULES, kernel_from, listed
 
 
@@ -35,9 +31,11 @@ def struct(cls: Any) -> Any:
         for name, value in zip(kinds, values, strict=True):
             setattr(self, name, held(value))
 
-    cls.__annotations__ = {name: object if kind is Size else kind for name, kind in kinds.items()}
-    cls.__init__ = init
-    made = aggregate(cls)
+    # Without base classes: since Triton 3.8 those of an aggregate must be aggregates.
+    methods = {name: x for each in reversed(cls.__mro__[:-1]) for name, x in vars(each).items() if name[:2] != "__"}
+    fields = {name: object if kind is Size else kind for name, kind in kinds.items()}
+    own = {"__init__": init, "__annotations__": fields, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    made = aggregate(type(cls.__name__, (), methods | own))
     made.NAMES = tuple(kinds)
     made.SIZES = tuple(name for name, kind in kinds.items() if kind is Size)
     return made

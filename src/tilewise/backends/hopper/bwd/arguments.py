@@ -1,9 +1,6 @@
 """The arguments of the backward kernel as one value, its buffers in shared memory, and its register layouts."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
+from ...gpu.gluon import gl, gluon, mbarrier, reinterpret
 from ..signature import Size, struct
 
 
@@ -205,10 +202,10 @@ def ds_place(a, buf, u, h):
     """
     BM: gl.constexpr = a.S.BM
     if a.S.dmask_tiles:
-        place = buf.dq.index(u % a.S.dq_stages * 2 + h)._reinterpret(a.q.dtype, [1, 1, BM, 64], a.dmask.layout)
+        place = reinterpret(buf.dq.index(u % a.S.dq_stages * 2 + h), a.q.dtype, [1, 1, BM, 64], a.dmask.layout)
     elif a.S.mask:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], a.q.dtype)
-        place = buf.dq.index(u % a.S.dq_stages * 2 + h)._reinterpret(a.q.dtype, [64, BM], LAYOUT)
+        place = reinterpret(buf.dq.index(u % a.S.dq_stages * 2 + h), a.q.dtype, [64, BM], LAYOUT)
     else:
         place = buf.ds.index(h + (u >> 30))
     return place

@@ -1,16 +1,16 @@
 """A consumer: one warpgroup with 64 keys, whose dK and dV stay in its registers."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from ...gpu.gluon import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    thread_barrier,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from ..barrier import thread_barrier
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
 from .mask import load_mask, masked, own_cells, release_mask
 from .products import start_products, stat_factors, take_turn, wait_for_dq
@@ -71,7 +71,7 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
     z = u % a.S.dq_stages
     if a.S.mask:  # dQ overwrites dS
         if a.S.dmask_tiles:
-            tma.store_wait(0)
+            tma_store_wait(0)
         named_barrier("bar.sync", DS_EMPTY, 256)
     else:
         wait_for_dq(a, buf, u)
@@ -138,7 +138,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     named_barrier("bar.sync", DS_READY, 256)
     if a.S.dmask_tiles:
         at = [w.b, w.kv_head * a.group + g, i * BM, w.n * 128 + C * 64]
-        tma.async_copy_shared_to_global(a.dmask, at, ds_place(a, buf, u, C))
+        tma_store(a.dmask, at, ds_place(a, buf, u, C))
     # Over both consumers' keys: rows C * 64 .. + 63 of dQ or, with BM = 64, columns C * WIDTH .. + WIDTH - 1.
     dq = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
     dq = start_dq(a, buf, u, dq, C, 0, False)
@@ -214,7 +214,7 @@ def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer,
     else:
         buffer.reshape([64, D]).store(x)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
+        tma_store(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
 
 
 @gluon.jit
@@ -261,9 +261,9 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
         GRAD: gl.constexpr = gl.float32 if a.S.split else a.q.dtype
         store(a, w, dv.to(GRAD), a.dv, a.DV, a.dv_b, a.dv_h, a.dv_l, buf.v.index(C), C)
         store(a, w, (dk * a.scale).to(GRAD), a.dk, a.DK, a.dk_b, a.dk_h, a.dk_l, buf.k.index(C), C)
-        tma.store_wait(0)
+        tma_store_wait(0)
     if a.S.dmask_tiles:
-        tma.store_wait(0)
+        tma_store_wait(0)
     if a.S.persistent and not a.S.direct:
         thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)

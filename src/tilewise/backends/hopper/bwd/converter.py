@@ -1,10 +1,6 @@
 """The converter: a warp that converts dQ to q's dtype after its last reduce-add, while it is in L2."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-
-from ..barrier import thread_barrier
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from .sync import fence_async_global, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
@@ -16,7 +12,7 @@ def start_piece(a, buf, block, m, piece):
     """Starts to load piece number `piece` of a query block, as use m of the ring."""
     full = buf.piece_full.index(m % a.S.pieces)
     mbarrier.expect(full, a.piece.block_type.nbytes)
-    tma.async_copy_global_to_shared(a.piece, [(block * PIECES + piece) * 16, 0], full, buf.piece.index(m % a.S.pieces))
+    tma_load(a.piece, [(block * PIECES + piece) * 16, 0], full, buf.piece.index(m % a.S.pieces))
 
 
 @gluon.jit
@@ -37,10 +33,10 @@ def store_piece(a, buf, w, m, head, row, column):
         at = plane + (w.q_start + rows).to(gl.int64) * a.dq_l + columns
         there = (rows < w.q_len) & (columns // 8 < a.dq16.shape[3] // 8)
         gl.store(at, out.reshape([16, 32]).load(LAYOUT), mask=there)
-        tma.store_wait(0)  # the next wait assumes one copy per piece, and here is none
+        tma_store_wait(0)  # the next wait assumes one copy per piece, and here is none
     else:
         fence_async_shared()
-        tma.async_copy_shared_to_global(a.dq16, [w.b, head, w.q_start + row, column], out)
+        tma_store(a.dq16, [w.b, head, w.q_start + row, column], out)
 
 
 @gluon.jit
@@ -68,7 +64,7 @@ def convert(a, buf, w, block, head, i, m):
             found = gl.where(own_row < w.q_len - row, x * 0.0, 0.0)
             wrong = gl.sum(gl.sum(found.reshape([4, 4, 8, 4]), 3), 0) != 0.0  # per thread
             gl.store(a.FLAG + wrong.to(gl.int32) * 0, 1, mask=wrong)
-        tma.store_wait(1)
+        tma_store_wait(1)
         thread_barrier()  # the piece is in registers, and its buffer in `piece16` is free
         if piece + a.S.pieces < PIECES:
             start_piece(a, buf, block, n + a.S.pieces, piece + a.S.pieces)
@@ -104,4 +100,4 @@ def convert_all(a, buf):
         m = convert_block(a, buf, index, m)
         n += 1
         index = get_index(a, buf, n)
-    tma.store_wait(0)
+    tma_store_wait(0)

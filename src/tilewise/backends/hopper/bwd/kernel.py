@@ -11,9 +11,7 @@ Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), two
 optionally a converter warp (dQ to its dtype).
 """
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
+from ...gpu.gluon import fence_async_shared, gl
 from ..signature import gluon_kernel
 from .arguments import BackwardArguments, new_buffers
 from .consumer import consume

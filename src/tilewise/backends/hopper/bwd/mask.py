@@ -1,9 +1,6 @@
 """Cells of an additive mask, in the register layout of the scores that they are added to."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
+from ...gpu.gluon import gl, gluon, mbarrier
 from .arguments import score_layout
 from .sync import MASK_EMPTY, named_barrier
 

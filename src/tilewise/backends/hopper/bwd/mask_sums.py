@@ -12,16 +12,7 @@ Partitions: two consumer warpgroups, which start their products alternately, so 
 products of the other; a producer warp (two or three pairs in flight).
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from ..signature import Size, gluon_kernel, struct
 from .arguments import CallArguments, MaskArguments, barriers, score_layout
 from .mask import LOG2E, cells_of, get_huge, masked, put_huge, wide
@@ -113,7 +104,7 @@ def tile_of(a):
 def load_halves(t, desc, b, kv_head, full, buffer, s):
     """Loads K or V of both consumers."""
     for c in gl.static_range(2):
-        tma.async_copy_global_to_shared(desc, [b, kv_head, t.key + c * 64, 0], full, buffer.index(2 * s + c))
+        tma_load(desc, [b, kv_head, t.key + c * 64, 0], full, buffer.index(2 * s + c))
 
 
 @gluon.jit
@@ -132,16 +123,16 @@ def produce(a, buf):
             named_barrier("bar.sync", KQ_EMPTY + s, 288)
         full = buf.kq_full.index(s)
         mbarrier.expect(full, a.q.block_type.nbytes + 2 * a.k.block_type.nbytes)
-        tma.async_copy_global_to_shared(a.q, [b, head, t.i * BM, 0], full, buf.q.index(s))
+        tma_load(a.q, [b, head, t.i * BM, 0], full, buf.q.index(s))
         load_halves(t, a.k, b, head // a.group, full, buf.k, s)
         if u >= STAGES:
             named_barrier("bar.sync", VO_EMPTY + s, 288)
         put_huge(buf.huge, s, huge)
         full = buf.vo_full.index(s)
         mbarrier.expect(full, a.do.block_type.nbytes + 2 * a.v.block_type.nbytes + STATS)
-        tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
-        tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
-        tma.async_copy_global_to_shared(a.do, [b, head, t.i * BM, 0], full, buf.do.index(s))
+        tma_load(a.stats, [block * BM, 0], full, buf.stats.index(s))
+        tma_load(a.lse, [block, 0], full, buf.lse.index(s))
+        tma_load(a.do, [b, head, t.i * BM, 0], full, buf.do.index(s))
         load_halves(t, a.v, b, head // a.group, full, buf.v, s)
 
 

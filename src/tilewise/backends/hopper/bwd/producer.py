@@ -1,9 +1,6 @@
 """The producer: one warp that loads K, V, and then Q, dO and their row statistics, by TMA."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
+from ...gpu.gluon import gl, gluon, mbarrier, tma_load
 from .mask import put_huge
 from .sync import DO_EMPTY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import next_block, put_index, work_of
@@ -15,7 +12,7 @@ def load_keys(a, w, desc, full, buffer):
     mbarrier.expect(full, 2 * desc.block_type.nbytes)
     for c in gl.static_range(2):
         row = w.kv_start + w.n * 128 + c * 64
-        tma.async_copy_global_to_shared(desc, [w.b, w.kv_head, row, 0], full, buffer.index(c))
+        tma_load(desc, [w.b, w.kv_head, row, 0], full, buffer.index(c))
 
 
 @gluon.jit
@@ -36,7 +33,7 @@ def load_mask(a, buf, w, u, i, head):
     mbarrier.expect(full, 2 * a.mask.block_type.nbytes)
     for c in gl.static_range(2):
         at = [w.b * a.mask_batch, head * a.mask_heads, i * a.S.BM, w.n * 128 + c * 64]
-        tma.async_copy_global_to_shared(a.mask, at, full, buf.mask.index(c))
+        tma_load(a.mask, at, full, buf.mask.index(c))
 
 
 @gluon.jit
@@ -65,10 +62,10 @@ def produce_block(a, buf, index, n, base, released):
             put_huge(buf.huge, s, huge)
         full = buf.q_full.index(s)
         mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
-        tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))
-        tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
+        tma_load(a.q, [w.b, head, row, 0], full, buf.q.index(s))
+        tma_load(a.stats, [block * BM, 0], full, buf.stats.index(s))
         if a.S.row_lse:
-            tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
+            tma_load(a.lse, [block, 0], full, buf.lse.index(s))
         if not a.S.split and u == base:
             load_block(a, buf, w, n)
         if a.S.mask_tiles:
@@ -82,7 +79,7 @@ def produce_block(a, buf, index, n, base, released):
             named_barrier("bar.sync", DO_EMPTY + t, 288)
         full = buf.do_full.index(t)
         mbarrier.expect(full, a.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(a.do, [w.b, head, row, 0], full, buf.do.index(t))
+        tma_load(a.do, [w.b, head, row, 0], full, buf.do.index(t))
         if a.S.split and u == base:
             if released < base:
                 named_barrier("bar.sync", DO_EMPTY + (base - 1) % a.S.do_stages, 288)

@@ -1,9 +1,6 @@
 """The first products of a consumer's step: S^T and dP^T, minus the row statistics."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-
+from ...gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .arguments import score_layout, tile
 from .mask import get_huge, load_mask, release_mask
 from .sync import SCORES_STARTED, named_barrier

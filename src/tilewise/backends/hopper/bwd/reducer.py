@@ -1,10 +1,7 @@
 """The reducers: two warps that add dQ to global memory by TMA reduce-add."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
-from .sync import DQ_FULL, add_release, bulk_writes_done, named_barrier, tma_add, wait_for
+from ...gpu.gluon import gl, gluon, mbarrier, tma_add, tma_store, tma_store_wait
+from .sync import DQ_FULL, add_release, bulk_writes_done, named_barrier, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
 
@@ -31,10 +28,10 @@ def reduce_block(a, buf, index, base, R: gl.constexpr):
         for c in gl.static_range(2):
             row = block * 256 + c * 128
             if turn == 0:
-                tma.async_copy_shared_to_global(a.dq, [row, 0], buf.dq.index(R * 2 + c))
+                tma_store(a.dq, [row, 0], buf.dq.index(R * 2 + c))
             else:
                 tma_add(a.dq, [row, 0], buf.dq.index(R * 2 + c))
-        tma.store_wait(0)
+        tma_store_wait(0)
         mbarrier.arrive(buf.dq_empty.index(R), count=1)
         bulk_writes_done()
         add_release(at)

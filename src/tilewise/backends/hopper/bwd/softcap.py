@@ -1,8 +1,6 @@
 """The softcap of the backward kernel: capped logits and their derivative, with few MUFU instructions."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ...gpu.gluon import gl, gluon
 from ..fwd.softmax import tanh
 from .mask import masked
 

@@ -1,9 +1,6 @@
-"""Synchronisation that Gluon does not expose: named barriers, TMA reduce-add, semaphores in global memory."""
+"""Synchronisation that Gluon does not expose: named barriers, semaphores in global memory."""
 
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core as core
+from ...gpu.gluon import gl, gluon
 
 # Named barriers; warp_specialize uses those below 6.
 DS_READY = gl.constexpr(8)  # both consumers have stored dS
@@ -13,13 +10,6 @@ DQ_FULL = gl.constexpr(13)  # and 14
 DS_EMPTY = gl.constexpr(6)  # and 7, by consumer: the other one has read its dS; with a mask 6 alone: both have
 SCORES_STARTED = gl.constexpr(7)  # with a mask: by the first consumer
 MASK_EMPTY = gl.constexpr(15)
-
-
-@core.builtin
-def tma_add(desc, coord, src, _semantic=None):
-    """TMA reduce-add of a float32 tile from shared to global memory, in the current bulk group."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.constexpr_function
@@ -36,7 +26,7 @@ def named_barrier(OP: gl.constexpr, number, THREADS: gl.constexpr):
 
 @gluon.jit
 def bulk_writes_done():
-    """Waits until this warp's bulk reductions are complete in global memory (`tma.store_wait` waits for reads only)."""
+    """Waits until this warp's bulk reductions are complete in global memory (`tma_store_wait` waits for reads only)."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
         "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,

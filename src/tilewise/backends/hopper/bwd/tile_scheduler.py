@@ -5,10 +5,7 @@ takes every `splits`-th query block. dQ of a query block is accumulated in the o
 only for programs that started before it, so tile indices are drawn in that order.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
+from ...gpu.gluon import gl, gluon, mbarrier
 from ..signature import struct
 
 

@@ -16,10 +16,7 @@ not see are skipped. A mask has one loop, with a branch for mixed tiles; a list 
 with gaps.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
-
+from ...gpu.gluon import gl, gluon, tma_store_wait
 from ...gpu.mask_rules import key_span, query_position
 from .epilogue import flag_nonfinite, store
 from .layouts import out_layout, score_layout
@@ -217,7 +214,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
             flag_nonfinite(a, o, rows, coord.index, C)
         store(a, w, o, lse, rows, outs, C)
         if a.S.lent > 0:
-            tma.store_wait(0)
+            tma_store_wait(0)
             queries.release(i, C, 1)
         if apart:
             pass_over(a, keys, values, next_begin, start)
@@ -229,4 +226,4 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
         rows = next_rows
         tiles = next_tiles
         own = next_own
-    tma.store_wait(0)
+    tma_store_wait(0)

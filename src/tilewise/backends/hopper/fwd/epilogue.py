@@ -1,10 +1,6 @@
 """Epilogue: from O in registers to the output in global memory."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-
-from ..barrier import thread_barrier
+from ...gpu.gluon import fence_async_shared, gl, gluon, thread_barrier, tma_store, tma_store_wait
 from .layouts import halves, wide_layout
 
 
@@ -61,7 +57,7 @@ def send(a, w, o, outs, C, PART: gl.constexpr):
     column = w.value_tile * a.S.DV + PART * COLUMNS
     if a.S.lent == 0:
         tile = outs.index(C)
-        tma.store_wait(0)  # until the store before has read the buffer
+        tma_store_wait(0)  # until the store before has read the buffer
         thread_barrier()
     else:
         tile = outs.index(C * a.S.chunks + PART)
@@ -72,7 +68,7 @@ def send(a, w, o, outs, C, PART: gl.constexpr):
         store_rows(a, w, flat.load(wide_layout(COLUMNS)), column, C, COLUMNS, wide_layout(COLUMNS))
     else:
         fence_async_shared()
-        tma.async_copy_shared_to_global(a.o, [w.row_b, w.head, w.top + C * 64, column], tile)
+        tma_store(a.o, [w.row_b, w.head, w.top + C * 64, column], tile)
 
 
 @gluon.jit

@@ -6,9 +6,7 @@ Files: tile_scheduler.py (which work tile next), producer.py, consumer.py, pipel
 softmax.py (from S to P).
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ...gpu.gluon import gl, gluon
 from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume

@@ -1,7 +1,6 @@
 """Register layouts of tiles in a warpgroup."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from ...gpu.gluon import gl, gluon
 
 
 @gluon.constexpr_function

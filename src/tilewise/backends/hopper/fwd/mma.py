@@ -1,9 +1,6 @@
 """Steps of a consumer's mainloop: one key tile each, with products and softmax overlapped."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
+from ...gpu.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from .layouts import halves, out_layout, score_layout
 from .pipeline import key_use, piece_of, value_use
 from .softmax import LATE, hide, logits, no_sums, weights

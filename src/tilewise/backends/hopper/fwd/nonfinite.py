@@ -12,10 +12,7 @@ tiles may also overflow: their weights, or these times large values. The consume
 One warpgroup does it all, step by step, in pieces of the output's columns where they are many: this is rare.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma
 from .consumer import own_tiles, rows_of
 from .epilogue import nonfinite_rows, store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
@@ -29,7 +26,7 @@ from .tiles import tile_list
 def bring(desc, at, tile, full, turn):
     """Loads a tile to shared memory by TMA and waits for it; returns how often `full` has been used."""
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, at, full, tile)
+    tma_load(desc, at, full, tile)
     mbarrier.wait(full, turn & 1)
     return turn + 1
 

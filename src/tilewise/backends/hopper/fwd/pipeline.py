@@ -15,10 +15,7 @@ an mbarrier are told apart by parity. Every use is released by every consumer, u
 tests/backends/hopper/test_hopper_protocol.py simulates this in random order.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from ..signature import struct
 
 
@@ -42,8 +39,8 @@ class Ring:
         mbarrier.wait(self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
         full = self.full.index(n % self.STAGES)
         mbarrier.expect(full, desc.block_type.nbytes)
-        tile = self.tiles.index(n % self.STAGES)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-        tma.async_copy_global_to_shared(desc, at, full, tile)
+        tile = reinterpret(self.tiles.index(n % self.STAGES), desc.dtype, desc.block_type.shape, desc.layout)
+        tma_load(desc, at, full, tile)
 
     @gluon.jit
     def wait_full(self, n):
@@ -80,7 +77,7 @@ def piece_of(a, values, use):
     ROWS: gl.constexpr = a.S.BN // a.S.pieces
     DV: gl.constexpr = a.S.DV
     tile = values.tiles.index(use % values.STAGES)
-    return tile._reinterpret(a.v.dtype, [1, 1, ROWS, DV], a.v.layout).reshape([ROWS, DV])
+    return reinterpret(tile, a.v.dtype, [1, 1, ROWS, DV], a.v.layout).reshape([ROWS, DV])
 
 
 @gluon.jit
@@ -132,7 +129,7 @@ class Queries:
         mbarrier.expect(full, desc.block_type.nbytes * (END - BEGIN))
         for i in gl.static_range(BEGIN, END):
             tile = self.tiles.index(self.stage(n, c) * self.CHUNKS + i)
-            tma.async_copy_global_to_shared(desc, [b, head, row, i * self.COLUMNS], full, tile)
+            tma_load(desc, [b, head, row, i * self.COLUMNS], full, tile)
 
     @gluon.jit
     def wait_full(self, n, c: gl.constexpr, part: gl.constexpr):

@@ -1,8 +1,6 @@
 """The producer: one warp that keeps the rings full by TMA."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ...gpu.gluon import gl, gluon
 from .pipeline import key_use, value_use
 from .tile_scheduler import tile_count, work_tile_at
 from .tiles import tile_list

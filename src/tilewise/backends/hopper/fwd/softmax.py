@@ -16,10 +16,8 @@ natural units, where the least finite bias stays finite. Fused multiply-adds are
 others, so a tile gives the same bits in every loop.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from ...gpu.flags import TANH_3, TANH_5, TANH_7
+from ...gpu.gluon import gl, gluon
 from ...gpu.mask_rules import key_position
 from ..signature import struct
 from .layouts import score_layout

@@ -7,10 +7,7 @@ Rows and keys of a work tile: `top` and `q_len` count from the sequence's first 
 tiles `first .. last` hold what any row of the work tile sees; there is at least one, which may be fully hidden.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
+from ...gpu.gluon import gl, gluon, mbarrier
 from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..signature import struct
 

@@ -6,9 +6,7 @@ that not all programs read the same memory at once. With a mask or block indices
 without entries still gets its last tile, so that there always is one.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ...gpu.gluon import gl, gluon
 from ..signature import struct
 
 

@@ -22,15 +22,7 @@ block is scored, added to both halves and released before the next one is needed
 producer fills one while the other is in use.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .epilogue import store, store_fragments, times
 from .inside import combine_inside
 from .narrow import COLUMN, new_narrow_output, own_parts, step_narrow

@@ -1,8 +1,6 @@
 """Epilogue: from O in registers to the output, or to partials that are combined later."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from ...gpu.gluon import fence_async_shared, gl, gluon, reinterpret, tma_store, tma_store_wait
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -44,11 +42,11 @@ def store_out(a, sh, w, o, COLUMN: gl.constexpr):
     WIDTH: gl.constexpr = a.S.width
     x = o.to(a.q.dtype)
     LAYOUT: gl.constexpr = sh.k.layout if N == 256 else sh.q.layout
-    sh.q._reinterpret(a.q.dtype, [512 // N, ROWS, N], LAYOUT).index(COLUMN // N).store(x)
+    reinterpret(sh.q, a.q.dtype, [512 // N, ROWS, N], LAYOUT).index(COLUMN // N).store(x)
     fence_async_shared()
     for i in gl.static_range(N // WIDTH):
-        piece = sh.q.index(COLUMN // WIDTH + i)._reinterpret(a.q.dtype, a.out.block_type.shape, a.out.layout)
-        tma.async_copy_shared_to_global(a.out, [w.b, w.query, w.head, COLUMN + i * WIDTH], piece)
+        piece = reinterpret(sh.q.index(COLUMN // WIDTH + i), a.q.dtype, a.out.block_type.shape, a.out.layout)
+        tma_store(a.out, [w.b, w.query, w.head, COLUMN + i * WIDTH], piece)
 
 
 @gluon.jit
@@ -90,7 +88,7 @@ def store(a, sh, w, o, m, l, partial, tile, C: gl.constexpr):
                 gl.store(a.LSE + at, lse * LN2, mask=there)
         else:
             gl.store(a.PARTIAL_LSE + base + row, lse)
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit

@@ -4,10 +4,7 @@ Copies arrive at the same mbarriers as those by TMA, once for each thread. Rows 
 but filled with zeros, and flags tell the consumers which keys count.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
-
+from ...gpu.gluon import cp_async, cp_async_arrive, gl, gluon, mbarrier, reinterpret
 from .producer import fill_queries
 from .tile_scheduler import fragment, keys_of_row, pairs_of
 
@@ -57,16 +54,16 @@ def gather_block(a, sh, u, at, ok, b: gl.constexpr):
     if b == 0:  # rope columns of pair u - 1 have been multiplied
         mbarrier.wait(sh.scored[0], (u & 1) ^ 1)
     sh.ok[0].index((u & 1) * 2 + b).store(ok.to(gl.float32))
-    async_copy.async_copy_global_to_shared(sh.k_rope.index(b), source + 512, mask=there)
-    async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
+    cp_async(sh.k_rope.index(b), source + 512, mask=there)
+    cp_async_arrive(sh.rope_full[b], increment_count=False)
     mbarrier.arrive(sh.rope_full[b], count=1)  # for the flags
     for half in gl.static_range(2):
         mbarrier.wait(sh.free[2 * b + half], (u & 1) ^ 1)
         for i in gl.static_range(4):
-            tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
-            async_copy.async_copy_global_to_shared(tile, source + (half * 4 + i) * 64, mask=there)
+            tile = reinterpret(sh.k, sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
+            cp_async(tile, source + (half * 4 + i) * 64, mask=there)
             if (i + 1) * 64 % WIDTH == 0:
-                async_copy.mbarrier_arrive(sh.full[((2 * b + half) * 4 + i) * 64 // WIDTH], increment_count=False)
+                cp_async_arrive(sh.full[((2 * b + half) * 4 + i) * 64 // WIDTH], increment_count=False)
 
 
 @gluon.jit
@@ -100,7 +97,7 @@ def widened(words, DTYPE: gl.constexpr):
 def in_words(tiles, N: gl.constexpr):
     """Tiles [64, 64] of 16 bits as [64, 32] of 32: rows of 128 bytes, with the same swizzle."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
-    return tiles._reinterpret(gl.int32, [N, 64, 32], LAYOUT)
+    return reinterpret(tiles, gl.int32, [N, 64, 32], LAYOUT)
 
 
 @gluon.jit
@@ -142,8 +139,8 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
             mbarrier.wait(sh.free[2 * b + i // 4], (u & 1) ^ 1)
         if i == 4:  # both halves of block b of pair u - 1 have been added
             rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
-            async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
-            async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
+            cp_async(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
+            cp_async_arrive(sh.rope_full[b], increment_count=False)
         in_words(sh.k, 16).index(8 * b + i).store(widened(raw[0], a.q.dtype))
         raw = moved_up(raw, later)
         if i == 1:

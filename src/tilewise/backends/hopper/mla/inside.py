@@ -4,11 +4,7 @@ A separate launch (combine.py) distributes the work better where a sequence has 
 where no sequence is split.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
-
-from ..barrier import thread_barrier
+from ...gpu.gluon import gl, gluon, thread_barrier, tma_store_wait
 from .epilogue import LN2, add_sink, lse_offsets, store_out, times
 
 EACH = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
@@ -42,7 +38,7 @@ def combine_inside(a, sh, w, partial, split, size):
         if a.S.lse:
             at, there = lse_offsets(a, w, row)
             gl.store(a.LSE + at, gl.where(empty, float("-inf"), (m + gl.log2(one)) * LN2), mask=there)
-        tma.store_wait(0)
+        tma_store_wait(0)
 
 
 @gluon.jit

@@ -1,9 +1,6 @@
 """The latent decode kernel: a producer warp and two consumer warpgroups for each program."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
+from ...gpu.gluon import fence_async_shared, gl, gluon
 from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume

@@ -6,15 +6,7 @@ and output; they exchange nothing until the end of a fragment, where each comple
 block is loaded while the other is in use.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .softmax import alpha_of, clear_hidden, to_weights
 
 TURNED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of S' and O'
@@ -53,7 +45,7 @@ def over_warps(sh, x, ADDED: gl.constexpr, C: gl.constexpr):
     ROWS: gl.constexpr = sh.S.rows
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sh.by_warp[C].store(x)
-    lines = sh.by_warp[C]._reinterpret(gl.float32, [4, ROWS], LINE)
+    lines = reinterpret(sh.by_warp[C], gl.float32, [4, ROWS], LINE)
     found = lines.index(0).load(COLUMN)
     for i in gl.static_range(1, 4):
         other = lines.index(i).load(COLUMN)

@@ -19,10 +19,7 @@ Every barrier completes one phase for each pair, so its parity is that of u.
 tests/helpers/mla_machine.py simulates this.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from ..signature import struct
 
 
@@ -59,7 +56,7 @@ class Shared:
         """Piece i of the pair's latent columns, [64, width]: those of block 0, then those of block 1."""
         WIDTH: gl.constexpr = self.S.width
         LAYOUT: gl.constexpr = self.q.layout
-        return self.k._reinterpret(self.k.dtype, [1024 // WIDTH, 64, WIDTH], LAYOUT).index(i)
+        return reinterpret(self.k, self.k.dtype, [1024 // WIDTH, 64, WIDTH], LAYOUT).index(i)
 
     @gluon.jit
     def wait(self, full, u):

@@ -1,9 +1,6 @@
 """The producer: one warp that looks up pages and loads them by TMA."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
+from ...gpu.gluon import gl, gluon, mbarrier, reinterpret, tma_load
 from .tile_scheduler import fragment, keys_of
 
 
@@ -33,13 +30,13 @@ def copy(a, desc, tile, full, pages, row, column, WIDTH: gl.constexpr):
     COPIES: gl.constexpr = 64 // a.S.page_rows
     ROWS: gl.constexpr = a.S.page_rows
     if COPIES == 1:
-        there = tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-        tma.async_copy_global_to_shared(desc, [pages[0], row, column], full, there)
+        there = reinterpret(tile, desc.dtype, desc.block_type.shape, desc.layout)
+        tma_load(desc, [pages[0], row, column], full, there)
     else:
         gl.static_assert(WIDTH == 64)  # wider pieces do not keep the rows of a page together
         for i in gl.static_range(COPIES):
-            rows = tile._reinterpret(desc.dtype, [COPIES, 1, ROWS, WIDTH], desc.layout).index(i)
-            tma.async_copy_global_to_shared(desc, [pages[i], 0, column], full, rows)
+            rows = reinterpret(tile, desc.dtype, [COPIES, 1, ROWS, WIDTH], desc.layout).index(i)
+            tma_load(desc, [pages[i], 0, column], full, rows)
 
 
 @gluon.jit
@@ -103,11 +100,11 @@ def fill_queries(a, sh, w, f):
     mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
     full = sh.q_full.index(0)
     mbarrier.expect(full, a.S.rows * 576 * 2)
-    there = sh.q_rope._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
-    tma.async_copy_global_to_shared(a.q_rope, [w.b, w.query, w.head, 512], full, there)
+    there = reinterpret(sh.q_rope, a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
+    tma_load(a.q_rope, [w.b, w.query, w.head, 512], full, there)
     for i in gl.static_range(PIECES):
-        there = sh.q.index(i)._reinterpret(a.q.dtype, a.q.block_type.shape, a.q.layout)
-        tma.async_copy_global_to_shared(a.q, [w.b, w.query, w.head, i * a.S.width], full, there)
+        there = reinterpret(sh.q.index(i), a.q.dtype, a.q.block_type.shape, a.q.layout)
+        tma_load(a.q, [w.b, w.query, w.head, i * a.S.width], full, there)
 
 
 @gluon.jit

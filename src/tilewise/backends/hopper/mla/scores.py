@@ -1,8 +1,6 @@
 """Scores of a block of keys: products, scales of float8, and what is hidden."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ...gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 

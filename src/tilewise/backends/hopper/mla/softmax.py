@@ -1,8 +1,6 @@
 """From scores to weights; and clears values that weights of 0 would not hide."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from ...gpu.gluon import fence_async_shared, gl, gluon, reinterpret
 
 # The running max is replaced by one that is larger by so many powers of 2, which is rare. Then outputs are rescaled.
 LATE = gl.constexpr(8.0)
@@ -46,7 +44,7 @@ def clear_hidden(a, sh, masked, n, base, b: gl.constexpr, half: gl.constexpr):
         if masked & (base + 64 > first):
             row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
             for i in range(4 + (n >> 31)):  # 4, not unrolled: code that runs once is fetched from memory
-                tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
+                tile = reinterpret(sh.k, sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
                 v = tile.load(WIDE)
                 ok = (base + row < first)[:, None]
                 if a.S.causal:

@@ -12,9 +12,7 @@ A run is split at the ends of sequences into fragments. A fragment that is not a
 fragment and the number of fragments; the others are the first ones of their runs.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ...gpu.gluon import gl, gluon
 from ..signature import struct
 
 RUN = gl.constexpr(128)  # sequences that are read together

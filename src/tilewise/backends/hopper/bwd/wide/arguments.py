@@ -1,8 +1,6 @@
 """The arguments of the wide-head kernel as one value, its buffers in shared memory, and its register layouts."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ....gpu.gluon import gl, gluon
 from ...signature import struct
 from ..arguments import CallArguments, barriers
 

@@ -1,13 +1,6 @@
 """The consumers: two warpgroups whose gradients of 64 outer rows stay in their registers."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
+from ....gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ..arguments import tile
 from ..consumer import capped, hide
 from ..products import part_factors, stat_factors

@@ -1,9 +1,6 @@
 """Epilogue: gradients of 64 outer rows from a consumer's registers to global memory."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-
+from ....gpu.gluon import fence_async_shared, gl, gluon, tma_store, tma_store_wait
 from .arguments import grad_layout
 
 
@@ -23,7 +20,7 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, top, column, 
     else:
         buffer.reshape([64, COLUMNS]).store(x)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [w.b, w.head, w.start + top, column], buffer)
+        tma_store(desc, [w.b, w.head, w.start + top, column], buffer)
 
 
 @gluon.jit
@@ -54,4 +51,4 @@ def store_all(a, buf, w, grads, top, C: gl.constexpr):
         if not a.S.of_queries:
             dv = in_use(a, w, grads[1 + (TAIL > 0)], top, DV)
             store(a, w, dv, a.dy, a.DY, a.dy_h, a.dy_l, buf.y.index(C), top, 0, DV)
-    tma.store_wait(0)
+    tma_store_wait(0)

@@ -12,9 +12,7 @@ S, P and dV, the second dP and dK, with P through shared memory.
 Partitions: two consumer warpgroups, a producer warp (TMA loads).
 """
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
+from ....gpu.gluon import fence_async_shared, gl
 from ...signature import gluon_kernel
 from .arguments import WideArguments, new_buffers
 from .consumer import consume

@@ -1,9 +1,6 @@
 """The producer: one warp that loads the outer rows, and then blocks of inner rows, by TMA."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
+from ....gpu.gluon import gl, gluon, mbarrier, tma_load
 from ..sync import named_barrier
 from .sync import U_EMPTY, W_EMPTY
 from .tile_scheduler import inner_head, next_block, work_of
@@ -14,7 +11,7 @@ def load_outer(a, w, desc, full, buffer, column):
     """Loads the program's outer rows. Rows past a sequence's end belong to another one, or read as 0."""
     TILES: gl.constexpr = a.S.BO // 64
     for c in gl.static_range(TILES):
-        tma.async_copy_global_to_shared(desc, [w.b, w.head, w.start + w.top + c * 64, column], full, buffer.index(c))
+        tma_load(desc, [w.b, w.head, w.start + w.top + c * 64, column], full, buffer.index(c))
 
 
 @gluon.jit
@@ -39,10 +36,10 @@ def load_stats(a, w, head, i, full, stats, lse):
     """Loads the statistics of inner block i; with a softcap the lse in float32 too."""
     BLOCK: gl.constexpr = a.S.stats_block
     block = w.stats + head * a.q_blocks
-    tma.async_copy_global_to_shared(a.stats, [block * BLOCK + i * a.S.BI, 0], full, stats)
+    tma_load(a.stats, [block * BLOCK + i * a.S.BI, 0], full, stats)
     if a.S.softcap:
         row = i * a.S.BI
-        tma.async_copy_global_to_shared(a.lse, [block + row // BLOCK, row % BLOCK], full, lse)
+        tma_load(a.lse, [block + row // BLOCK, row % BLOCK], full, lse)
 
 
 @gluon.jit
@@ -64,9 +61,9 @@ def produce(a, buf, index):
             named_barrier("bar.sync", U_EMPTY + s, 288)
         full = buf.u_full.index(s)
         mbarrier.expect(full, a.u.block_type.nbytes + TAIL_BYTES + STATS_BYTES)
-        tma.async_copy_global_to_shared(a.u, [w.b, head, row, 0], full, buf.u.index(s))
+        tma_load(a.u, [w.b, head, row, 0], full, buf.u.index(s))
         if a.S.tail > 0:
-            tma.async_copy_global_to_shared(a.u1, [w.b, head, row, a.S.D], full, buf.u1.index(s))
+            tma_load(a.u1, [w.b, head, row, a.S.D], full, buf.u1.index(s))
         if not a.S.of_queries:
             load_stats(a, w, head, i, full, buf.stats.index(s), buf.lse.index(s) if a.S.softcap else None)
         if u == 0:
@@ -77,5 +74,5 @@ def produce(a, buf, index):
             named_barrier("bar.sync", W_EMPTY + t, 288)
         full = buf.w_full.index(t)
         mbarrier.expect(full, a.w.block_type.nbytes)
-        tma.async_copy_global_to_shared(a.w, [w.b, head, row, 0], full, buf.w.index(t))
+        tma_load(a.w, [w.b, head, row, 0], full, buf.w.index(t))
         i, g = next_block(a, i, g)

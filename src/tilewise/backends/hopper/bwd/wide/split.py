@@ -6,16 +6,16 @@
 P and dS go through shared memory. Tiles are loaded and released in chunks of 128 columns, one by one, through rings.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from ....gpu.gluon import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    tma_load,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from ...fwd.pipeline import Ring, new_ring
 from ...signature import struct
 from ..arguments import barriers
@@ -80,7 +80,7 @@ def load_chunks(a, w, desc, full, buffer, COLUMNS: gl.constexpr):
     CHUNKS: gl.constexpr = a.S.chunks
     mbarrier.expect(full, CHUNKS * desc.block_type.nbytes)
     for j in gl.static_range(CHUNKS):
-        tma.async_copy_global_to_shared(desc, [w.b, w.head, w.start + w.top, j * COLUMNS], full, buffer.index(j))
+        tma_load(desc, [w.b, w.head, w.start + w.top, j * COLUMNS], full, buffer.index(j))
 
 
 @gluon.jit
@@ -216,4 +216,4 @@ def consume_split(a, buf, index, C: gl.constexpr):
             if a.S.only != "v":
                 x *= a.scale
             store(a, w, x, a.dx, a.DX, a.dx_h, a.dx_l, buf.x.index(2 * C + k), w.top, (2 * C + k) * D, D)
-        tma.store_wait(0)
+        tma_store_wait(0)

@@ -1,6 +1,6 @@
 """Numbers of named barriers; warp_specialize uses those below 6."""
 
-from triton.experimental.gluon import language as gl
+from ....gpu.gluon import gl
 
 U_EMPTY = gl.constexpr(6)  # to 8: by stage
 W_EMPTY = gl.constexpr(9)  # to 11

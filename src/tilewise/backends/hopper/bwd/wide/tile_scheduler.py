@@ -1,8 +1,6 @@
 """The tile scheduler: which outer block a program processes, and over which inner blocks it loops."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from ....gpu.gluon import gl, gluon
 from ...signature import struct
 from ..tile_scheduler import keys_of, plane_of, sequence_of
 
