@@ -50,8 +50,8 @@ SEEN = {
         """,
         "3.6": "thread_barrier",
         "3.7 3.8 3.9": "barrier",
-        "3.6 3.7": "shared_memory_descriptor._reinterpret",
-        "3.8 3.9": "shared_memory_descriptor.reinterpret",
+        "3.6 3.7 3.8": "shared_memory_descriptor._reinterpret",
+        "3.9": "shared_memory_descriptor.reinterpret",
     },
     HOPPER: {
         ALL: """
@@ -96,5 +96,5 @@ else:
 @_core.builtin  # type: ignore[untyped-decorator]
 def reinterpret(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """A tile of shared memory with another type, shape and layout."""
-    method = tile.reinterpret if VERSION >= (3, 8) else tile._reinterpret
+    method = tile.reinterpret if VERSION >= (3, 9) else tile._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)

@@ -47,7 +47,8 @@ def find(path: str) -> Any:
 
 
 def _at(path: str) -> Any:
-    module, names = path, []
+    found: Any = None
+    module, names = path, list[str]()
     while module:
         try:
             found = importlib.import_module(module)
