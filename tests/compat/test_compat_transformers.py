@@ -24,7 +24,8 @@ from hf_models import DECODERS, ENCODERS, VOCABULARY, build
 from tilewise import InvalidArgument, varlen_attention
 from tilewise.compat import discovery, flash_attn, mask_patterns
 from tilewise.compat import transformers as ours
-from tilewise.compat.mask_patterns import Pattern, make_mask
+from tilewise.compat.lazy_mask import LazyMask
+from tilewise.compat.mask_patterns import make_mask
 from tilewise.core.extras import install_line
 from tilewise.testing.check import Mismatch, judge, largest_error
 
@@ -214,39 +215,39 @@ def dense(mask, shape, offset=0):
     batch, _, rows, keys = shape
     if mask is None:
         return torch.ones(rows, keys, dtype=torch.bool).tril(offset).expand(batch, 1, -1, -1)
-    q = torch.arange(rows)[:, None] + mask.options.get("q_offset", 0)
+    q = torch.arange(rows)[:, None] + mask.pattern.options.get("q_offset", 0)
     k = torch.arange(keys)[None]
-    left, right = mask.options.get("window", (None, None))
+    left, right = mask.pattern.options.get("window", (None, None))
     visible = torch.ones(rows, keys, dtype=torch.bool)
-    if mask.options["causal"]:
+    if mask.pattern.options["causal"]:
         visible &= k <= q
     if left is not None:
         visible &= q - k <= left
     if right is not None:
         visible &= k - q <= right
-    if "chunk" in mask.options:
-        visible &= q // mask.options["chunk"] == k // mask.options["chunk"]
+    if "chunk" in mask.pattern.options:
+        visible &= q // mask.pattern.options["chunk"] == k // mask.pattern.options["chunk"]
     visible = visible.expand(batch, 1, rows, keys)
-    if "kv_lengths" in mask.options:
-        visible = visible & (k < mask.options["kv_lengths"][:, None, None, None])
-    if "mask" in mask.options:
-        assert mask.options["mask"].shape == (batch, 1, 1, keys)
-        visible = visible & mask.options["mask"]
+    if "kv_lengths" in mask.pattern.options:
+        visible = visible & (k < mask.pattern.options["kv_lengths"][:, None, None, None])
+    if "mask" in mask.pattern.options:
+        assert mask.pattern.options["mask"].shape == (batch, 1, 1, keys)
+        visible = visible & mask.pattern.options["mask"]
     return visible
 
 
 def in_sequences(mask, shape):
     """The same by its sequences; rows of padding see nothing."""
     batch, _, rows, keys = shape
-    cu, chunk = mask.packed.offsets, mask.options.get("chunk")
-    left, right = mask.options.get("window", (None, None))
-    lengths = cu.diff() if mask.packed.lengths is None else mask.packed.lengths
+    cu, chunk = mask.pattern.packed.offsets, mask.pattern.options.get("chunk")
+    left, right = mask.pattern.options.get("window", (None, None))
+    lengths = cu.diff() if mask.pattern.packed.lengths is None else mask.pattern.packed.lengths
     visible = torch.zeros(batch * rows, batch * keys, dtype=torch.bool)
     for start, end, used in zip(cu[:-1].tolist(), cu[1:].tolist(), lengths.tolist(), strict=True):
-        assert end - start <= mask.packed.longest
+        assert end - start <= mask.pattern.packed.longest
         i, j = torch.arange(end - start)[:, None], torch.arange(used)[None]
         part = torch.ones(end - start, used, dtype=torch.bool)
-        part &= (j <= i) | (not mask.options["causal"])
+        part &= (j <= i) | (not mask.pattern.options["causal"])
         part &= (i - j <= left) if left is not None else True
         part &= (j - i <= right) if right is not None else True
         part &= (i // chunk == j // chunk) if chunk is not None else True
@@ -279,21 +280,26 @@ def test_patterns_mean_what_the_masks_say(name, padding, rows, start, first, slo
         grown = start + rows - LENGTH
         mask = torch.cat((mask, torch.ones(3, grown, dtype=torch.bool)), 1) if grown >= 0 else mask[:, : start + rows]
     arguments = (3, rows, keys, start, first, FUNCTIONS[name], mask)
-    got = make_mask(*arguments, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
     want = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
-    assert got is None or isinstance(got, Pattern)
-    if got is None and name == "both ways":
-        assert want.all()
-    else:
+    for unpad in (False, True):
+        got = make_mask(*arguments, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, unpad=unpad)
+        assert got is None or isinstance(got, LazyMask)
+        if got is None and name == "both ways":
+            assert want.all()
+            continue
         want = want.expand(3, 1, rows, keys)
         assert dense(got, want.shape, start - first).equal(want)
-        if got is not None and got.packed is not None:
-            real = mask[:, None, :, None]  # what is padding sees nothing in this form
+        if got is not None:
+            assert got.shape == want.shape
+            assert got.clone().equal(want)  # as a tensor
+        packed = got is not None and got.pattern.packed is not None
+        both_ways = name in ("both ways", "two-sided window")
+        if packed:
+            real = mask[:, None, :, None] if unpad and both_ways else True  # rows of padding then see nothing
             assert in_sequences(got, want.shape).equal(want & real)
         elsewhere = padding == "left" and "chunk" in name  # these chunks do not start with a row's first token
-        in_rows = start == 0 and slots == 0 and not elsewhere
-        in_rows &= padding == "left" or (padding == "right" and name in ("both ways", "two-sided window"))
-        assert (got is not None and got.packed is not None) == in_rows
+        in_rows = padding in ("left", "right") and unpad if both_ways else padding == "left"
+        assert packed == (in_rows and start == 0 and slots == 0 and not elsewhere)
 
 
 def test_nothing_known_becomes_dense():
@@ -302,23 +308,24 @@ def test_nothing_known_becomes_dense():
     assert make_mask(3, 14, 14) is None
     assert make_mask(3, 1, 14, 13) is None
     assert make_mask(3, 14, 14, attention_mask=torch.ones(3, 14, dtype=torch.bool)) is None
-    assert make_mask(3, 14, 14, attention_mask=mask.bool()).options["kv_lengths"].tolist() == [9, 14, 5]
-    assert make_mask(3, 14, 14, attention_mask=inputs("left")[1].bool()).options["mask"].shape == (3, 1, 1, 14)
+    assert make_mask(3, 14, 14, attention_mask=mask.bool()).pattern.options["kv_lengths"].tolist() == [9, 14, 5]
+    assert make_mask(3, 14, 14, attention_mask=inputs("left")[1].bool()).pattern.options["mask"].shape == (3, 1, 1, 14)
     sequences = hf.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 10]))
     both = hf.and_masks(hf.sliding_window_causal_mask_function(3), sequences)
     packed = make_mask(1, 14, 14, mask_function=both, allow_is_causal_skip=False)
-    assert packed.packed.offsets.tolist() == [0, 4, 14]
-    assert packed.packed.longest == 10
+    assert packed.pattern.packed.offsets.tolist() == [0, 4, 14]
+    assert packed.pattern.packed.longest == 10
     assert in_sequences(packed, (1, 1, 14, 14)).equal(
         hf.sdpa_mask(1, 14, 14, mask_function=both, allow_is_causal_skip=False)
     )
-    assert packed.options["window"] == (2, None)
+    assert packed.pattern.options["window"] == (2, None)
 
     def odd_keys(batch, head, q, k):
         return k % 2 == 1
 
     both = hf.and_masks(hf.causal_mask_function, odd_keys)
     arbitrary = make_mask(3, 14, 14, mask_function=both)
+    assert type(arbitrary) is torch.Tensor
     assert arbitrary.dtype == torch.bool
     assert arbitrary.equal(hf.sdpa_mask(3, 14, 14, mask_function=both, allow_is_causal_skip=False))
     vmapped = make_mask(3, 14, 14, mask_function=hf.or_masks(hf.causal_mask_function, odd_keys), use_vmap=True)
@@ -331,35 +338,44 @@ def test_chunks_that_start_elsewhere_in_each_row():
     mask = inputs("left")[1].bool()
     options = {"mask_function": hf.chunked_causal_mask_function(4, torch.tensor([5, 0, 9])), "attention_mask": mask}
     got = make_mask(3, 14, 14, **options)
-    assert got.packed.only
+    assert got.pattern.packed.only
     want = hf.sdpa_mask(3, 14, 14, **options, allow_is_causal_skip=False)
     assert in_sequences(got, want.shape).equal(want & mask[:, None, :, None])
     for arguments in [(3, 1, 14, 13), (3, 14, 20)]:
         got = make_mask(*arguments, **options)
-        assert isinstance(got, torch.Tensor)
+        assert type(got) is torch.Tensor
         assert got.equal(hf.sdpa_mask(*arguments, **options, allow_is_causal_skip=False))
     mask[1, 3] = False
-    assert isinstance(make_mask(3, 14, 14, **options), torch.Tensor)
+    assert type(make_mask(3, 14, 14, **options)) is torch.Tensor
 
 
-def test_padding_is_not_computed(monkeypatch):
-    """An encoder's padded batch is sequences over the model's own memory; a bias, or keys elsewhere, take the mask."""
+def test_padding_is_not_computed_where_that_changes_nothing(monkeypatch):
+    """A prompt's left padding, without a cache, is sequences over the model's own memory, for whoever asks for it also
+    an encoder's; a bias, or keys elsewhere, take the mask.
+    """
     calls = []
     note = lambda *a, **o: calls.append(a) or varlen_attention(*a, **o)  # noqa: E731
     monkeypatch.setattr(ours, "varlen_attention", note)
+    assert ours.register("unpadded", unpad=True) == "unpadded"
     tokens, mask = inputs("right")
     run(model_of("bert"), "tilewise", tokens, attention_mask=mask)
+    assert not calls
+    run(model_of("bert"), "unpadded", tokens, attention_mask=mask)
     assert len(calls) == 2
     assert all(x.untyped_storage().nbytes() == 4 * x.numel() for x in calls[0][:3])  # views: nothing else is in there
-    run(model_of("t5_encoder"), "tilewise", tokens, attention_mask=mask)
-    run(model_of("llama"), "tilewise", tokens, attention_mask=mask)  # its keys come from a cache
+    run(model_of("t5_encoder"), "unpadded", tokens, attention_mask=mask)
+    run(model_of("llama"), "unpadded", tokens, attention_mask=mask)  # its padding sees the tokens
+    run(model_of("llama"), "tilewise", tokens, attention_mask=mask.flip(1))  # its keys come from a cache
     assert len(calls) == 2
+    run(model_of("llama"), "tilewise", tokens, attention_mask=mask.flip(1), use_cache=False)
+    assert len(calls) == 4
+    check("bert", tokens, attention_mask=mask, visible=mask.bool(), implementation="unpadded")
 
 
 def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):
     monkeypatch.setattr(mask_patterns, "_closure", lambda function: {})
     assert mask_patterns.read(hf.sliding_window_causal_mask_function(3)) is None
-    assert isinstance(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3)), torch.Tensor)
+    assert type(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3))) is torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and its tracer warns of constants

@@ -88,9 +88,13 @@ ENCODERS = {
 
 
 def build(name: str, others: dict[str, Any] | None = None) -> torch.nn.Module:
+    return peaked({**DECODERS, **ENCODERS, **(others or {})}[name])
+
+
+def peaked(make: Any) -> torch.nn.Module:
     """A model whose attention is peaked, so that a wrong mask or scale shows."""
     torch.manual_seed(0)
-    model = {**DECODERS, **ENCODERS, **(others or {})}[name]().eval()
+    model = make().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as hf
 
 from ..core.tracing import is_traced
+from .lazy_mask import LazyMask, Packed, Pattern
+from .own_attention import has_own_attention
 
 Length = int | torch.Tensor
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The sequences of all rows, packed."""
-
-    offsets: torch.Tensor  # int32 [n + 1]
-    longest: int
-    lengths: torch.Tensor | None = None  # int32 [n]: keys in use; padding is a sequence without any
-    only: bool = True  # no other options express the mask
 
 
 @dataclass(frozen=True)
@@ -42,36 +34,6 @@ class Rules:
     segments: torch.Tensor | None = None  # [B, L]: a token sees its own segment
 
 
-class Pattern(BlockMask):
-    """A mask as options of `tilewise.attention`.
-
-    It is a `BlockMask` in name only: transformers passes those from `generate` to the attention function unchanged, and
-    no model treats one as a tensor.
-    """
-
-    def __init__(self, shape: tuple[int, int, int, int], options: dict[str, Any], packed: Packed | None = None) -> None:
-        self.seq_lengths = shape[2:]
-        self._shape = shape
-        self.options = options  # keywords of `attention`, and of `varlen_attention` for `packed`
-        self.packed = packed
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self._shape
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    def contiguous(self) -> Pattern:
-        return self
-
-    def __repr__(self) -> str:
-        return f"Pattern({self._shape}, {self.options}, packed={self.packed})"
-
-    __str__ = __repr__
-
-
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -83,27 +45,48 @@ def make_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
+    *,
+    unpad: bool = False,
     **rest: Any,
-) -> Pattern | torch.Tensor | None:
+) -> torch.Tensor | None:
     """The mask function that `register` gives to transformers, with the arguments of `sdpa_mask` there.
 
+    Args:
+        unpad: rows of padding may give 0, where they would see tokens: a padded batch becomes packed sequences.
+
     Returns:
-        None if the module's own causality is enough, a `Pattern` if the rules are known, else a bool mask
-        `[B, 1, Lq, Lk]`. A model that asks for a real mask gets one.
+        None if the module's own causality is enough, else a bool mask `[B, 1, Lq, Lk]`. If the rules are known it is a
+        `LazyMask`, or under tracing a plain one with a `pattern`. A model that asks for a real mask gets one.
     """
+
+    def real(offset: Length = q_offset) -> torch.Tensor:
+        return hf.sdpa_mask(
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **rest,
+        )  # fmt: skip
+
+    if (config := rest.get("config")) is not None and has_own_attention(type(config)):
+        return hf.eager_mask(  # they add it to their scores
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, **rest,
+        )  # fmt: skip
     rules = None if use_vmap else read(mask_function)
-    if rules is not None:
-        allowed = allow_is_causal_skip if rules.causal else allow_is_bidirectional_skip
-        # With packing the mask cannot be left out, but it can be a pattern.
-        if allowed or rules.segments is not None:
-            shape = (batch_size, 1, q_length, kv_length)
-            pattern = _pattern(shape, rules, q_offset, kv_offset, attention_mask)
-            if pattern is not NotImplemented:
-                return pattern
-    return hf.sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **rest,
-    )  # fmt: skip
+    # Packing does not allow to leave the mask out, but it can be a pattern.
+    if rules is None or not (
+        rules.segments is not None or (allow_is_causal_skip if rules.causal else allow_is_bidirectional_skip)
+    ):
+        return real()
+    pattern = _pattern(q_length, kv_length, rules, q_offset, kv_offset, attention_mask, unpad)
+    if pattern is None:
+        return real()
+    if pattern.plain:
+        return None
+    if is_traced():  # what reads the pattern alone leaves the cells out of the graph
+        mask: Any = real()
+        mask.pattern = pattern
+        return mask
+    shape = (batch_size, 1, q_length, kv_length)
+    return LazyMask(shape, rest.get("device", "cpu"), pattern, partial(real, int(q_offset)))
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
@@ -171,19 +154,25 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 
 
 def _pattern(
-    shape: tuple[int, int, int, int], rules: Rules, q_offset: Length, kv_offset: int, is_token: torch.Tensor | None
-) -> Any:
-    """A `Pattern`; None if it adds nothing to the module's causality; or NotImplemented."""
-    _, _, rows, keys = shape
+    rows: int,
+    keys: int,
+    rules: Rules,
+    q_offset: Length,
+    kv_offset: int,
+    is_token: torch.Tensor | None,
+    unpad: bool,
+) -> Pattern | None:
+    """The pattern of the rules with padding; None if options cannot express it."""
     values_matter = isinstance(q_offset, torch.Tensor) or rules.chunk is not None or rules.segments is not None
     if values_matter and is_traced():  # a graph cannot depend on values
-        return NotImplemented
+        return None
     shift = int(q_offset) - kv_offset  # the first query's position, relative to the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
     padded = None
     if is_token is not None and shift == 0 and rows == keys and not is_traced():
-        # With causal, padding after the tokens sees them, and `generate` continues from its output.
-        padded = _padded(is_token) if not rules.causal or bool(is_token[:, -1].all()) else None
+        # With causal, padding before the tokens sees nothing, so that leaving it out changes nothing. Padding after
+        # them sees them, and `generate` continues from its output.
+        padded = _padded(is_token) if (bool(is_token[:, -1].all()) if rules.causal else unpad) else None
     only = False
     if rules.chunk is not None:
         # tilewise counts chunks from the first key (of a sequence), transformers from a position of its own.
@@ -193,7 +182,7 @@ def _pattern(
         if padded is not None and bool(((padded[1] - from_here) % rules.chunk).any()):
             padded = None
         if rules.segments is not None or (only and padded is None):
-            return NotImplemented
+            return None
         if rules.causal and furthest < rules.chunk:
             rules = replace(rules, chunk=None)
             only = False
@@ -208,13 +197,12 @@ def _pattern(
         options["chunk"] = rules.chunk
     if rules.segments is not None:
         packed = _packed(rules.segments) if is_token is None and shift == 0 and rows == keys else None
-        return NotImplemented if packed is None else Pattern(shape, options, packed)
+        return None if packed is None else Pattern(options, packed)
     limits = _limits(is_token, kv_offset, keys)
     plain = not limits and len(options) == 2
-    if plain and (not rules.causal or (shift == 0 and rows == keys) or (rows == 1 and shift == keys - 1)):
-        return None
+    plain = plain and (not rules.causal or (shift == 0 and rows == keys) or (rows == 1 and shift == keys - 1))
     packed = None if padded is None else replace(padded[0], only=only)
-    return Pattern(shape, {**options, **limits, "q_offset": shift}, packed)
+    return Pattern({**options, **limits, "q_offset": shift}, packed, plain)
 
 
 def _limits(is_token: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:

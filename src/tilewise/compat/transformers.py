@@ -11,6 +11,7 @@ before or after transformers: `discovery` calls `register`.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ if reason := too_old():
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 from .latent_cache import CachedLatent, LatentCache, absorbed_queries  # noqa: E402
-from .mask_patterns import Pattern, make_mask  # noqa: E402
+from .lazy_mask import Pattern, pattern_of  # noqa: E402
+from .mask_patterns import make_mask  # noqa: E402
 from .quantised_cache import CachedKV, QuantisedCache  # noqa: E402
 
 __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
@@ -40,8 +42,12 @@ FLASH = "tilewise/flash-attn2"
 Packed = tuple[Any, Any, Any, Any, Any]  # offsets of q and k, the longest sequences of both, lengths of k in use
 
 
-def register(name: str = "tilewise") -> str:
+def register(name: str = "tilewise", *, unpad: bool = False) -> str:
     """Registers `name` as an attention implementation of transformers: an attention function and a mask function.
+
+    Args:
+        unpad: padding of an encoder's batch is not computed: its rows give 0, where SDPA's see the tokens. Faster, and
+            right for models that read no row of padding: a pooler of the last row, or a mean without the mask, does.
 
     Returns:
         `name`, for `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`.
@@ -50,7 +56,7 @@ def register(name: str = "tilewise") -> str:
         remedy = "transformers gives names with " + ", ".join(map(repr, RESERVED)) + " a meaning of their own"
         raise InvalidArgument("name", repr(name), "a plain name such as 'tilewise'", remedy)
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, make_mask)
+    AttentionMaskInterface.register(name, partial(make_mask, unpad=True) if unpad else make_mask)
     return name
 
 
@@ -73,7 +79,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor | CachedKV,
     value: torch.Tensor,
-    attention_mask: Pattern | torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -133,9 +139,9 @@ def attention_forward(
         return attention(query, key, value, **options).transpose(1, 2), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
     packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
-    if isinstance(attention_mask, Pattern):
-        options |= attention_mask.options
-        packed = _packed_by(attention_mask, q, k, v, indices, position_bias) or packed
+    if (pattern := pattern_of(attention_mask)) is not None:
+        options |= pattern.options
+        packed = _packed_by(pattern, q, k, v, indices, position_bias) or packed
     elif attention_mask is not None:
         options["mask"] = attention_mask[..., : k.shape[1]]
         packed = None  # the pattern has the sequences
@@ -172,15 +178,15 @@ def _over_cache(
     module: torch.nn.Module,
     query: torch.Tensor,
     cached: CachedKV,
-    attention_mask: Pattern | torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     is_causal: bool | None,
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attention over a `QuantisedCache`, whose keys are those of the mask, from position 0 on."""
     (query,) = autocast(query, query)
-    if isinstance(attention_mask, Pattern):
-        options |= attention_mask.options
+    if (pattern := pattern_of(attention_mask)) is not None:
+        options |= pattern.options
         if (lengths := options.pop("kv_lengths", None)) is not None:
             visible = torch.arange(cached.tokens, device=query.device) < lengths[:, None]
             options["mask"] = visible[:, None, None]  # [B, 1, 1, Lk]

@@ -139,17 +139,17 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
         yield patterns.hf, "find_packed_sequence_indices", lambda position_ids: None
 
 
-def _whole_pattern(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, is_token: Any) -> Any:
+def _whole_pattern(rows: int, keys: int, rules: Any, q_offset: Any, kv_offset: int, is_token: Any, unpad: bool) -> Any:
     """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's shard."""
-    from ..compat.mask_patterns import Pattern
+    from ..compat.lazy_mask import Pattern
 
     options: dict[str, Any] = {"causal": rules.causal, "validate": False, "chunk": rules.chunk}
     remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
     wrong = InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)
-    if rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
+    if rules.segments is not None or int(q_offset) or kv_offset or rows != keys:
         raise wrong
     if is_token is not None and not bool(is_token.all()):
         options["refused"] = wrong  # by the call, which tells the other ranks: they may have no padding
     if rules.left is not None or rules.right is not None:
         options["window"] = (rules.left, rules.right)
-    return Pattern(shape, {**options, "q_offset": 0})
+    return Pattern({**options, "q_offset": 0})
