@@ -15,6 +15,7 @@ from . import autograd, ops
 from .core import cost, keywords
 from .core.arrays import returner
 from .core.eager import eager_function
+from .core.expression import mods
 from .core.options import Array, Options
 from .core.plan import Plan
 from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
@@ -72,6 +73,11 @@ def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array |
         q_bias: float32 `[B or 1, H or 1, Lq]`, added to the scores of each query; for packed queries `[T, H or 1]`.
         k_bias: likewise for each key (pages: up to the longest context). `-inf` hides the key.
         sinks: `[H]`: one more logit in each row's softmax, with no value.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)`: a function of yours that returns the score, after all of the
+            above; `-inf` hides. Plain Python with torch operations on single numbers; `b` is the batch row (of packed
+            and paged calls the sequence), `h` the query head, `q_idx` and `kv_idx` are positions. Tensors that it
+            captures may require grad. See docs/score-mods.md.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, likewise: True where the query may see the key.
         key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the only keys that each query may see (sparse attention),
             in any order, each once; -1 is none. Other rules may hide more.
         k_shared: as `k`, with one head: the last columns of the keys, which all heads share (the rope part of expanded
@@ -252,6 +258,7 @@ def plan(
         "context_lens": context_lens,
     }
     _check_plannable({"q": q, "k": k, "v": v, **tables, **options})
+    options = _with_bound_mods(options, q)
     grads = autograd.needed({"q": q, "k": k, "v": v, **options})
     if grads and options.get("k_shared") is not None:
         k = calls.joined(k, options.pop("k_shared"), options.get("layout"))
@@ -319,6 +326,8 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     `check` is the entry point's function in `validation/calls.py`. `options` are those that were given.
     """
     key, traced = None, is_traced()
+    if "score_mod" in options or "mask_mod" in options:
+        options = _with_bound_mods(options, args[0])
     if not traced:
         key = call_cache.key_of(name, args, options)
         if (cached := call_cache.find(key)) is not None:
@@ -358,6 +367,13 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         if not joins_keys:
             call_cache.remember(key, args, options, call, chosen)
     return to_caller(call.out) if call.lse is None else AttentionState(to_caller(call.out), to_caller(call.lse))
+
+
+def _with_bound_mods(options: dict[str, Any], q: Any) -> dict[str, Any]:
+    """The options with the functions traced: `score_mod` holds both, and the tensors that they capture."""
+    options = dict(options)
+    bound = mods.bind(options.pop("score_mod", None), options.pop("mask_mod", None), calls.device_of(q))
+    return options if bound is None else options | {"score_mod": bound}
 
 
 def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:

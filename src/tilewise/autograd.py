@@ -15,9 +15,10 @@ from torch._C import _functorch as functorch
 
 from .core import keywords
 from .core.arrays import returner, to_tensor
+from .core.expression.mods import Bound, bind
 from .core.options import Options
 from .core.plan import Plan
-from .core.problem import GRADS, Problem
+from .core.problem import CAPTURED, GRADS, Problem, captured_number
 from .core.tensors import BackwardTensors
 from .core.tracing import is_traced
 from .dispatch import activity, backward_cache, call_cache, planner
@@ -44,6 +45,7 @@ class AttentionGradients(NamedTuple):
     dalibi_slopes: torch.Tensor | None = None
     dq_bias: torch.Tensor | None = None
     dk_bias: torch.Tensor | None = None
+    dscore_mod: tuple[torch.Tensor | None, ...] | None = None
 
 
 def attention_backward(
@@ -74,7 +76,7 @@ def attention_backward(
         dout: the gradient of the loss by `out`, in its shape and dtype, with any strides.
         dlse: the gradient by `lse`, float32; None if `lse` was not used.
         grads: which gradients to compute: some of `"q"`, `"k"`, `"v"`, `"mask"` (a float one), `"sinks"`,
-            `"alibi_slopes"`, `"q_bias"`, `"k_bias"`.
+            `"alibi_slopes"`, `"q_bias"`, `"k_bias"`, `"score_mod"` (of the float tensors that it captures).
         deterministic: the same bits each time. False allows faster reductions in an order that varies;
             `torch.use_deterministic_algorithms(True)` forbids them all the same.
         cu_seqlens_q: as in `varlen_attention`, and so are `cu_seqlens_k`, `max_q` and `max_k`.
@@ -83,7 +85,8 @@ def attention_backward(
     Returns:
         `AttentionGradients`: `dq`, `dk`, `dv`, `dmask`, `dsinks`, `dalibi_slopes`, `dq_bias`, `dk_bias`, each in the
         shape and dtype of its input, None if it was not requested. Gradients of masks and biases are summed over their
-        broadcast dims.
+        broadcast dims. `dscore_mod` has one for each tensor that `score_mod` captures, in the order in which it reads
+        them; None for those that it is no smooth function of.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
@@ -98,6 +101,8 @@ def attention_backward(
         known = dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__])
         keywords.refuse(unknown, known, "tilewise.attention_backward")
     planner.check_name(backend)
+    bound = bind(options.pop("score_mod", None), options.pop("mask_mod", None), calls.device_of(q))
+    options |= {} if bound is None else {"score_mod": bound}
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
     from . import ops  # it imports this module
@@ -114,7 +119,14 @@ def attention_backward(
         call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
         _run(call, backend)
     results = _results(call, {"q": q, "k": k, "v": v, **options})
-    return AttentionGradients(*(x if x is None else back(x) for x in results))
+    return _as_gradients({name: back(x) for name, x in results.items()}, bound)
+
+
+def _as_gradients(by_name: dict[str, Any], bound: Bound | None) -> AttentionGradients:
+    captured = None
+    if bound is not None and any(name.startswith(CAPTURED) for name in by_name):
+        captured = tuple(by_name.get(f"{CAPTURED}{n}") for n in range(bound.mods.of_score))
+    return AttentionGradients(*(by_name.get(name) for name in GRADS))._replace(dscore_mod=captured)
 
 
 def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, options: dict[str, Any]) -> Any:
@@ -124,7 +136,7 @@ def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, option
         raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
     check_grads(grads)
     by_name = ops.traced_backward(tensors, grads, **options)
-    return AttentionGradients(*(by_name.get(name) for name in GRADS))
+    return _as_gradients(by_name, options.get("score_mod"))
 
 
 def _checked(
@@ -134,7 +146,8 @@ def _checked(
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()
     out = out.contiguous() if out.ndim and out.stride(-1) != 1 else out
-    tensors = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
+    captured = options["score_mod"].tensors if options.get("score_mod") is not None else ()
+    tensors = [x for x in (q, k, v, *options.values(), *captured) if isinstance(x, torch.Tensor)]
     strided = [x for x in tensors if x.layout is torch.strided and not x.is_nested]
     if memory.overlaps_itself(out) or any(memory.overlap(out, x) for x in strided):
         out = out.clone(memory_format=torch.contiguous_format)  # it is only read: it may lie among the inputs
@@ -153,10 +166,14 @@ def _checked(
     return backward(call, o, lse, dout, dlse, grads)
 
 
-def _results(call: BackwardCall, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients in the order of `GRADS`, each in the form of its argument; None for those not in the problem."""
-    requested = call.problem.grads
-    return tuple(call.result(name, to_tensor(name, arguments[name])) if name in requested else None for name in GRADS)
+def _results(call: BackwardCall, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The gradients in `call.problem.grads`, each in the form of its argument."""
+
+    def argument(name: str) -> torch.Tensor:
+        number = captured_number(name)
+        return to_tensor(name, arguments[name]) if number is None else arguments["score_mod"].tensors[number]
+
+    return {name: call.result(name, argument(name)) for name in call.problem.grads}
 
 
 def _run(call: BackwardCall, backend: str | None) -> Plan:
@@ -187,6 +204,8 @@ def needed(arguments: dict[str, Any]) -> tuple[str, ...]:
     if not torch.is_grad_enabled() or not isinstance(arguments["q"], torch.Tensor):
         return ()
     names = tuple(x for x in GRADS if isinstance(arguments.get(x), torch.Tensor) and arguments[x].requires_grad)
+    if type(bound := arguments.get("score_mod")) is Bound:
+        names += tuple(f"{CAPTURED}{number}" for number in bound.needing_grad())
     shared = arguments.get("k_shared")  # part of k
     return names or (("k",) if isinstance(shared, torch.Tensor) and shared.requires_grad else ())
 
@@ -222,6 +241,9 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     options |= dict(zip(TABLES[name], tables, strict=True))
     tensor_options = {which: x for which, x in options.items() if isinstance(x, torch.Tensor)}
     scalar_options = {which: x for which, x in options.items() if which not in tensor_options}
+    if (bound := options.get("score_mod")) is not None:
+        scalar_options["score_mod"] = bound.mods
+        tensor_options |= {f"{CAPTURED}{number}": x for number, x in enumerate(bound.tensors)}
     q, k, v = (to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
     out, lse = _Attention.apply(name, scalar_options, tuple(tensor_options), q, k, v, *tensor_options.values())
     return AttentionState(out, lse) if return_lse else out
@@ -251,7 +273,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from . import api  # it imports this module
 
-        all_options = options | dict(zip(tensor_names, map(_plain, tensors), strict=True))
+        all_options = _with_tensors(options, tensor_names, tensors)
         tables = [all_options.pop(table) for table in TABLES[name]]
         out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **all_options)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -271,7 +293,7 @@ class _Attention(torch.autograd.Function):
         options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
         o = BackwardOptions(options, ctx.tensor_names, requested)
         compute = _Gradients.apply if torch.is_grad_enabled() else gradients  # grad mode: create_graph=True
-        by_name = dict(zip(GRADS, compute(o, q, k, v, out, lse, dout, dlse, *tensors), strict=True))
+        by_name = dict(zip(requested, compute(o, q, k, v, out, lse, dout, dlse, *tensors), strict=True))
         return (None, None, None, *(by_name.get(name) for name in names))
 
 
@@ -287,7 +309,7 @@ class _Gradients(torch.autograd.Function):
     """A backward pass under `create_graph=True`: its own backward raises, since there is no double backward."""
 
     @staticmethod
-    def forward(ctx: Any, o: BackwardOptions, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, o: BackwardOptions, *tensors: Any) -> tuple[torch.Tensor, ...]:
         return gradients(o, *tensors)
 
     @staticmethod
@@ -297,19 +319,34 @@ class _Gradients(torch.autograd.Function):
 
 def gradients(
     o: BackwardOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """The backward pass of a call that has run: by the call's backend if that has one, else by the best."""
-    arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, **o.options}
-    arguments |= zip(o.tensor_names, map(_plain, tensors), strict=True)
+) -> tuple[torch.Tensor, ...]:
+    """The backward pass of a call that has run: by the call's backend if that has one, else by the best. The gradients
+    are in the order of `o.grads`.
+    """
+    arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    arguments |= _with_tensors(o.options, o.tensor_names, tensors)
     with torch.no_grad():
         key = backward_cache.key_of(arguments, o.grads)
         if (cached := call_cache.find(key)) is not None:
-            return _results(cached(arguments), arguments)
+            by_name = _results(cached(arguments), arguments)
+            return tuple(by_name[name] for name in o.grads)
         options = {name: x for name, x in arguments.items() if name not in ARGUMENTS}
         call = _checked(q, k, v, out, lse, dout, dlse, o.grads, options)
         chosen = _run(call, _preferred(call.problem, o.options.get("backend")))
         backward_cache.remember(key, call, chosen, arguments)
-        return _results(call, arguments)
+        by_name = _results(call, arguments)
+        return tuple(by_name[name] for name in o.grads)
+
+
+def _with_tensors(options: dict[str, Any], names: tuple[str, ...], tensors: Sequence[Any]) -> dict[str, Any]:
+    """The options with those that are tensors, and with the tensors that functions capture."""
+    merged = options | {
+        name: _plain(x) for name, x in zip(names, tensors, strict=True) if captured_number(name) is None
+    }
+    if options.get("score_mod") is not None:
+        captured = [_plain(x) for name, x in zip(names, tensors, strict=True) if captured_number(name) is not None]
+        merged["score_mod"] = Bound(options["score_mod"], tuple(captured))
+    return merged
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,10 @@ from torch.compiler import is_compiling
 from . import autograd
 from .core import storage
 from .core.arrays import returner, to_tensor
+from .core.expression.mods import Bound, mods_of
 from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_flag, as_split_size, as_window, to_int
-from .core.problem import GRADS
+from .core.problem import CAPTURED, GRADS
 from .core.tracing import is_wrapper
 from .dispatch import planner
 from .errors import InvalidArgument, no_double_backward
@@ -35,12 +36,18 @@ from .state import AttentionState
 BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
 FLAGS = ("causal", "allow_tf32", "deterministic")
 ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
-FLOAT_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS)  # of calls over keys that are not quantised
+MOST_CAPTURED = 8  # tensors that functions of the user may capture: an operator names each argument
+CAPTURES = tuple(f"{CAPTURED}{number}" for number in range(MOST_CAPTURED))
+FLOAT_OPTIONS = (
+    *(f"{name}s" for name in BY_ROW),
+    *ONLY_TENSORS,
+    *CAPTURES,
+)  # of calls over keys that are not quantised
 TENSOR_OPTIONS = (*FLOAT_OPTIONS, "k_scales", "v_scales")
 TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be tensors
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
-    float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
+    float? softcap=None, str? mods=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {**autograd.TABLES, "paged_attention": ("block_table", "context_lens")}
 OPTIONAL_TENSORS = {
@@ -67,9 +74,13 @@ _library = torch.library.Library("tilewise", "DEF")  # lives as long as the oper
 
 def needs_operator(arguments: Iterable[Any]) -> bool:
     """Whether a call has to be an operator: a tensor is a wrapper (as FakeTensor), or all tensors are on meta."""
-    parts = [p for x in arguments for p in ((x.data, x.scales) if type(x) is Quantised else (x,))]
+    parts = [p for x in arguments for p in _parts(x)]
     tensors = [x for x in parts if isinstance(x, torch.Tensor)]
     return any(map(is_wrapper, tensors)) or (bool(tensors) and all(x.is_meta for x in tensors))
+
+
+def _parts(x: Any) -> tuple[Any, ...]:
+    return (x.data, x.scales) if type(x) is Quantised else x.tensors if type(x) is Bound else (x,)
 
 
 def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -131,14 +142,29 @@ def traced_backward(
 ) -> dict[str, torch.Tensor]:
     """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
     options = _rules(**options)
-    names = [name for name in GRADS if name in grads]
+    names = _in_order(grads, options.get("score_mod"))
     tensor_options = [options.pop(name, None) for name in BACKWARD_OPTIONS]
     gradients = torch.ops.tilewise.attention_backward.default(*tensors, *tensor_options, ",".join(names), **options)
     return dict(zip(names, gradients, strict=True))
 
 
-def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **options: Any) -> dict[str, Any]:
+def _in_order(grads: Sequence[str], bound: Bound | None) -> list[str]:
+    """The gradients that were asked for by their names in `Problem.grads`."""
+    names = [name for name in GRADS if name in grads]
+    if "score_mod" in grads and bound is not None:
+        names += [f"{CAPTURED}{number}" for number in bound.mods.differentiable]
+    return names
+
+
+def _rules(
+    tile_map: Any = None, window: Any = None, chunk: Any = None, score_mod: Bound | None = None, **options: Any
+) -> dict[str, Any]:
     """The options of an entry point as those of its operator."""
+    if score_mod is not None:
+        if len(score_mod.tensors) > MOST_CAPTURED:
+            given = f"functions that capture {len(score_mod.tensors)} tensors, in traced code"
+            raise InvalidArgument("score_mod or mask_mod", given, f"at most {MOST_CAPTURED}", "stack some of them")
+        options |= {"mods": score_mod.mods.text, **dict(zip(CAPTURES, score_mod.tensors, strict=False))}
     if tile_map is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     left, right = as_window(window)
@@ -175,6 +201,10 @@ def _arguments(names: Sequence[str], tensors: Sequence[Any], options: dict[str, 
     for name in BY_ROW:
         rows = arguments.pop(f"{name}s", None)
         arguments[name] = rows if arguments.get(name) is None else arguments[name]
+    if (text := arguments.pop("mods", None)) is not None:
+        mods = mods_of(text)
+        captured = tuple(arguments.pop(name, None) for name in CAPTURES)
+        arguments["score_mod"] = Bound(mods, captured[: len(mods.tensors)])
     return {name: x for name, x in arguments.items() if x is not None}
 
 
@@ -267,7 +297,7 @@ def _backward(names: tuple[str, ...], ctx: Any, dout: Any, dlse: Any) -> tuple[A
     if dout is None and dlse is None:
         return (None,) * len(needed)
     *inputs, out, lse = ctx.saved_tensors
-    grads = [name for name in GRADS if needed.get(name)]
+    grads = [name for name in (*GRADS, *CAPTURES) if needed.get(name)]
     tensors = dict(zip(names, inputs, strict=True)) | {"out": out, "lse": lse, "dlse": dlse}
     tensors["dout"] = torch.zeros_like(out) if dout is None else dout
     gradients = torch.ops.tilewise.attention_backward.default(
@@ -281,8 +311,11 @@ def _run_backward(*tensors: Any, **options: Any) -> list[torch.Tensor]:
     arguments = _arguments(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
     grads = tuple(arguments.pop("grads").split(","))
     inputs = [arguments.pop(name, None) for name in ("q", "k", "v", *BACKWARD_REQUIRED, "dlse")]
-    gradients = autograd.gradients(autograd.BackwardOptions(arguments, (), grads), *inputs)
-    return [x for x in gradients if x is not None]
+    names: tuple[str, ...] = ()
+    captured: tuple[torch.Tensor, ...] = ()
+    if (bound := arguments.get("score_mod")) is not None:
+        names, captured, arguments["score_mod"] = CAPTURES[: len(bound.tensors)], bound.tensors, bound.mods
+    return list(autograd.gradients(autograd.BackwardOptions(arguments, names, grads), *inputs, *captured))
 
 
 def _backward_shapes(q: Any, k: Any, v: Any, *tensors: Any, **_: Any) -> list[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 For one sequence, head h, query i at position `qpos`, key j at position `kpos`:
 
-    s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + q_bias + k_bias;  + mask;  -inf where (i, j) is not visible
+    s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + q_bias + k_bias;  + mask;  score_mod
+    -inf where (i, j) is not visible
     p = softmax(s), with one more logit, the sink, that has no value
     out = p v;  lse = log(sum exp(s))
 
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 
-from .core.problem import Problem
+from .core.expression import cells
+from .core.expression.evaluate import evaluate
+from .core.problem import CAPTURED, Problem, captured_number
 from .core.tensors import Sequence, Tensors, sequences
 
 
@@ -61,7 +64,35 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     if tree is not None:
         seen = seen & tree
     chosen = seq.chosen(slice(0, seq.q_len), slice(0, seq.kv_len))
-    return seen if chosen is None else seen & chosen
+    seen = seen if chosen is None else seen & chosen
+    if p.mods is not None and p.mods.mask is not None:
+        own = cells.cells_of(seq.b, p.heads, qpos, kpos)
+        seen = seen & evaluate([p.mods.mask], own, seq.tensors.captured, torch.float64)[0]
+    return seen
+
+
+def _scores(seq: Sequence, q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Scores `[H, Lq, Lk]` with all that is added to them; where they are not visible they may be anything."""
+    p, compute = seq.problem, q.dtype
+    s = p.scale * _Product.apply(q, k, visible)
+    if p.softcap:
+        s = p.softcap * torch.tanh(s / p.softcap)
+    qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
+    if seq.slopes is not None:
+        s = s - seq.slopes.to(compute)[:, None, None] * (qpos - kpos).abs()
+    bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), compute)
+    if bias is not None:
+        s = s + bias
+    mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
+    if mask is not None and mask.dtype != torch.bool:
+        s = s + mask.to(compute)
+    if p.mods is None or p.mods.score is None:
+        return s
+    at = visible.nonzero(as_tuple=True)  # score_mod is evaluated where it matters
+    own = {"b": torch.tensor(seq.b), "h": at[0], "q": qpos[at[1], 0], "k": kpos[0, at[2]]}
+    own = {name: x.to(s.device) for name, x in own.items()}
+    result = cells.modified(p.mods, s[at], own, seq.tensors.captured)
+    return torch.full_like(s, -torch.inf).index_put(at, result)
 
 
 def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
@@ -71,20 +102,10 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     k = seq.keys(0, seq.kv_len, compute).repeat_interleave(p.group, 0)  # [H, Lk, D]
     v = seq.values(0, seq.kv_len, compute).repeat_interleave(p.group, 0)  # [H, Lk, Dv]
     visible = visible_cells(seq)
-
-    s = p.scale * _Product.apply(q, k, visible)
-    if p.softcap:
-        s = p.softcap * torch.tanh(s / p.softcap)
-    if seq.slopes is not None:
-        qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
-        s = s - seq.slopes.to(compute)[:, None, None] * (qpos - kpos).abs()
-    bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), compute)
-    if bias is not None:
-        s = s + bias
-    mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
-    if mask is not None and mask.dtype != torch.bool:
-        s = s + mask.to(compute)
-    s = torch.where(visible, s, -torch.inf)
+    if p.mods is not None and p.mods.score is not None:
+        with torch.no_grad():
+            visible = visible & (_scores(seq, q, k, visible) != -torch.inf)  # its derivative there may be anything
+    s = torch.where(visible, _scores(seq, q, k, visible), -torch.inf)
 
     logits, blank = s, ~visible.any(-1, keepdim=True)
     taken = torch.zeros_like(blank)
@@ -171,7 +192,10 @@ def gradients(
 
     `tensors.out` and `tensors.lse` are not read: the forward pass is evaluated again.
     """
-    held = {name: getattr(tensors, name) for name in problem.grads}
+    held = {
+        name: getattr(tensors, name) if (number := captured_number(name)) is None else tensors.captured[number]
+        for name in problem.grads
+    }
     if problem.mask is not None and "mask" in held:
         held["mask"] = held["mask"][tuple(slice(0, 1) if one else slice(None) for one in problem.mask.broadcast)]
     with torch.enable_grad():
@@ -179,8 +203,9 @@ def gradients(
         given: dict[str, Any] = dict(leaves)
         if "mask" in given:
             given["mask"] = given["mask"].expand(tensors.mask.shape)  # type: ignore[union-attr]
+        captured = tuple(given.pop(f"{CAPTURED}{n}", x) for n, x in enumerate(tensors.captured))
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for seq in sequences(problem, replace(tensors, **given)):
+        for seq in sequences(problem, replace(tensors, captured=captured, **given)):
             rows = slice(seq.q_start, seq.q_start + seq.q_len)
             result = attend(seq, compute)
             outputs.append((result.out, dout[seq.row, :, rows].to(compute)))

@@ -70,9 +70,7 @@ NOT_NEEDED = {
     "need_weights": "the weights are never computed: leave it out",
     "output_attentions": "the weights are never computed: leave it out",
     "training": "leave it out",
-    "score_mod": "softcap=, alibi_slopes=, q_bias=, k_bias= and an additive mask= say what changes a score",
-    "mask_mod": "causal=, window=, chunk= and a bool mask= say what is hidden",
-    "block_mask": "causal=, window=, chunk=, a bool mask= or block_indices= say what is hidden",
+    "block_mask": "mask_mod=, causal=, window=, chunk=, a bool mask= or block_indices= say what is hidden",
 }
 
 

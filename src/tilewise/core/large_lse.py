@@ -16,7 +16,7 @@ import torch
 from .plan import Plan
 from .problem import Problem
 from .storage import stored_as
-from .tensors import BackwardTensors
+from .tensors import BackwardTensors, as_fields
 
 LARGE = 2.0**17  # up to here float32 rounds lse by at most 1 / 128
 
@@ -54,9 +54,9 @@ def run(
     if t.sinks is not None:
         total += (t.sinks[:, None] - t.lse).exp()
     factor = torch.where(_large(t.lse) & (total > 1), 1 / total, 1.0)
-    wide = {f"d{name}": torch.empty_like(x, dtype=_wide(name, x)) for name, x in tensors.gradients().items()}
+    wide = {name: torch.empty_like(x, dtype=_wide(name, x)) for name, x in tensors.gradients().items()}
     dlse = None if tensors.dlse is None else tensors.dlse * factor
-    made = replace(tensors, forward=t, dout=tensors.dout.float() * factor[..., None], dlse=dlse, **wide)
+    made = replace(tensors, forward=t, dout=tensors.dout.float() * factor[..., None], dlse=dlse, **as_fields(wide))
     run_backward(plan_backward(problem), made)
     for name, x in tensors.gradients().items():
         x.copy_(made.gradients()[name])

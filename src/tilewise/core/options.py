@@ -73,6 +73,8 @@ class Options:
     q_bias: Any = None
     k_bias: Any = None
     sinks: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
     key_indices: Any = None
     block_indices: Any = None
     block_size: Any = None

@@ -17,13 +17,21 @@ from typing import Literal
 
 import torch
 
+from .expression.mods import Mods
 from .mask_rules import NO_RULES, MaskRules
 from .storage import StorageFormat
 
 Form = Literal["dense", "varlen", "paged"]
 MAX_HEAD_DIM = 576
-# The arguments that may have a gradient, in the order of `Problem.grads`
+# The arguments that may have a gradient, in the order of `Problem.grads`. Captured tensors of a score_mod follow:
+# "captured0" and so on, by their numbers.
 GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
+CAPTURED = "captured"
+
+
+def captured_number(name: str) -> int | None:
+    """The number of a captured tensor by its name in `Problem.grads`; None for the other arguments."""
+    return int(name.removeprefix(CAPTURED)) if name.startswith(CAPTURED) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,11 @@ def no_bias_or_tree(problem: Problem) -> str | None:
 def no_alibi_by_tree(problem: Problem) -> str | None:
     """The refusal of a backend whose ALiBi uses the numbers of keys, not a tree's positions; None if that is right."""
     return "it has no alibi_slopes by positions of a tree" if problem.positions and problem.alibi else None
+
+
+def no_mods(problem: Problem) -> str | None:
+    """The refusal of a backend without functions of the user; None if the problem has none."""
+    return None if problem.mods is None else f"it has no {problem.mods.words} yet"
 
 
 def no_selection(problem: Problem) -> str | None:
@@ -127,6 +140,7 @@ class Problem:
     q_bias: bool = False
     k_bias: bool = False
     sinks: bool = False
+    mods: Mods | None = None  # the functions of the user
     mask: MaskSpec | None = None
     tree: bool = False  # a mask [Lq, Lq] over the last Lq keys of each sequence
     positions: bool = False  # a tensor has the positions of the queries and those keys
@@ -203,6 +217,7 @@ class Problem:
             "q_bias" * self.q_bias,
             "k_bias" * self.k_bias,
             "sinks" * self.sinks,
+            "" if self.mods is None else self.mods.words,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "" if self.selection is None else str(self.selection),
             "tree mask" * self.tree,

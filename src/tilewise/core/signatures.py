@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # The kind of q, which is that of the result. Arrays of other libraries (Array) give Any.
 Kind = TypeVar("Kind", torch.Tensor, "np.ndarray[Any, Any]")
 Keys = Any  # an Array or a Quantised
+ScoreMod = Callable[..., Any]  # (score, b, h, q_idx, kv_idx) -> score
+MaskMod = Callable[..., Any]  # (b, h, q_idx, kv_idx) -> bool
 Layout = Literal["bhld", "blhd"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 NAMES: dict[str, tuple[str, ...]] = {}  # the argument names of each entry point
@@ -37,6 +39,8 @@ class SharedOptions(RuleOptions, total=False):
     q_bias: Array | None
     k_bias: Array | None
     sinks: Array | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     key_indices: Array | None
     tile_map: TileMap | None
     split_size: int | None

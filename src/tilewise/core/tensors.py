@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from .mask_rules import MaskRules, key_spans, near
-from .problem import GRADS, Problem
+from .problem import CAPTURED, GRADS, Problem, captured_number
 from .storage import StorageFormat
 from .tile_map import TileMap
 
@@ -42,6 +42,7 @@ class Tensors:
     cu_seqlens_k: torch.Tensor | None = None  # int32 [B + 1]
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
     tile_map: TileMap | None = None
+    captured: tuple[torch.Tensor, ...] = ()  # what the functions of the user read, as `Problem.mods` declares
 
     def tables(self) -> list[torch.Tensor | None]:
         """The fields in TABLES, in their order."""
@@ -53,7 +54,7 @@ class Tensors:
         return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
 
 
-FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")  # those that hold a tensor
+FIELDS = tuple(f.name for f in fields(Tensors) if f.name not in ("tile_map", "captured"))  # those that hold a tensor
 INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
 TABLES = FIELDS[FIELDS.index("kv_lengths") :]  # lengths, offsets and the block table: the last fields
 
@@ -77,11 +78,20 @@ class BackwardTensors:
     dalibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     dq_bias: torch.Tensor | None = None  # float32, full size: sums over broadcast dims are taken later
     dk_bias: torch.Tensor | None = None
+    dcaptured: dict[int, torch.Tensor] = field(default_factory=dict)  # float32, by number, as the captured tensors
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that are there, by their names in `GRADS`."""
+        """The gradients that are there, by their names in `Problem.grads`."""
         found = {name: getattr(self, f"d{name}") for name in GRADS}
-        return {name: x for name, x in found.items() if x is not None}
+        captured = {f"{CAPTURED}{number}": x for number, x in self.dcaptured.items()}
+        return {name: x for name, x in found.items() if x is not None} | captured
+
+
+def as_fields(gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Gradients by their names in `Problem.grads` as fields of `BackwardTensors`."""
+    numbers = {captured_number(name): x for name, x in gradients.items()}
+    numbers.pop(None, None)
+    return {f"d{name}": x for name, x in gradients.items() if name in GRADS} | {"dcaptured": numbers}
 
 
 @dataclass(frozen=True, slots=True)

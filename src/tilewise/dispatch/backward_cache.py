@@ -14,7 +14,7 @@ import torch
 
 from ..core.plan import Plan
 from ..core.problem import Problem
-from ..core.tensors import FIELDS, BackwardTensors, Tensors
+from ..core.tensors import FIELDS, BackwardTensors, Tensors, as_fields
 from ..validation.backward import BackwardCall
 from . import activity, call_cache, planner
 
@@ -33,6 +33,7 @@ class CachedBackward:
     views: list[Source]  # of the forward call's inputs, out and lse
     incoming: list[Source]  # of dout and dlse
     gradients: list[tuple[str, torch.Size, tuple[int, ...], torch.dtype]]  # name, shape, dense strides, dtype
+    captures: bool  # functions of the user read tensors
 
     def __call__(self, arguments: dict[str, Any]) -> BackwardCall:
         forward, incoming = (
@@ -41,10 +42,11 @@ class CachedBackward:
         )
         device = self.plan.problem.device
         new = {
-            f"d{name}": torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            name: torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for name, shape, stride, dtype in self.gradients
         }
-        tensors = BackwardTensors(Tensors(**forward), **incoming, **new)
+        captured = arguments["score_mod"].tensors if self.captures else ()
+        tensors = BackwardTensors(Tensors(**forward, captured=captured), **incoming, **as_fields(new))
         self.run(self.plan, tensors)
         self.count()
         return BackwardCall(self.plan.problem, tensors, self.layout)
@@ -68,7 +70,9 @@ def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, argumen
         return
     new = [(name, x.shape, x.stride(), x.dtype) for name, x in b.gradients().items()]
     run = planner.load_backward(plan.backend).run_backward
-    call_cache.keep(key, CachedBackward(plan, run, activity.counter(plan), call.layout, views, incoming, new))
+    call_cache.keep(
+        key, CachedBackward(plan, run, activity.counter(plan), call.layout, views, incoming, new, p.mods is not None)
+    )
 
 
 def _reads_lengths(p: Problem, arguments: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, get_num_threads, is_grad_enabled
 from torch.autograd import forward_ad
 
+from ..core.expression.mods import Bound
 from ..core.plan import Plan
 from ..core.signatures import UNSET
 from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
@@ -62,6 +63,11 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 key += option, type(x), x  # 1, 1.0 and True are equal, but not the same option
         elif type(x) is tuple and SCALARS.issuperset(map(type, x)):
             key += option, (*map(type, x), *x)
+        elif type(x) is Bound:
+            if is_grad_enabled() and x.needing_grad():
+                return None
+            key += option, x.mods
+            tensors += [y.detach() for y in x.tensors] if any(y.requires_grad for y in x.tensors) else x.tensors
         else:
             key.append(option)
             tensors.append(x)
@@ -101,8 +107,8 @@ class CachedCall:
     """One repeated call: launches its plan on other tensors of the same key."""
 
     __slots__ = (
-        "checks_tables", "count", "extents", "launch", "lse_shape", "out_like_q", "out_shape", "problem", "quantised",
-        "sources", "validate",
+        "captures", "checks_tables", "count", "extents", "launch", "lse_shape", "out_like_q", "out_shape", "problem",
+        "quantised", "sources", "validate",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +124,7 @@ class CachedCall:
         self.extents: list[int] | None = None  # bytes spanned by the caller's `out` and each input, if `out` is given
         self.quantised = quantised  # K or V
         self.validate = validate
+        self.captures = call.problem.mods is not None
         self.checks_tables = getattr(launch, "checks_tables", False)
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any], *more: Any) -> torch.Tensor | AttentionState:
@@ -139,6 +146,8 @@ class CachedCall:
                 values.check_indices(self.problem, inputs[KEY_INDICES], self.validate)
             if self.extents is not None:
                 self.check_apart(out, inputs)
+            if self.captures:
+                more = (options["score_mod"].tensors, *more)
             done = self.launch(*inputs[:3], out, lse, *inputs[3:], *more)
             if self.checks_tables and not done:
                 self.refuse_tables(inputs[1].shape[0], inputs[LAST_TABLES])
@@ -150,7 +159,13 @@ class CachedCall:
 
         The caller makes sure that `out` shares no memory with the inputs.
         """
-        if self.extents is None or self.lse_shape is not None or self.quantised or self.sources is None:
+        if (
+            self.extents is None
+            or self.lse_shape is not None
+            or self.quantised
+            or self.sources is None
+            or self.captures
+        ):
             return None
         if not (self.checks_tables or self.validate is False):
             return None
@@ -206,6 +221,8 @@ def remember(
     t, validate = call.tensors, options.get("validate")
     if key is None or call.problem.is_empty or _depends_on_values(call, options):
         return
+    if call.problem.mods is not None and options.get("out") is not None:  # it may overlap what is captured
+        return
     sources, given = _sources(key[0], args, options)
     if not all(same_memory(getattr(t, name), x, name) for name, x in given.items()):
         return
@@ -218,14 +235,20 @@ def remember(
     if not any(x is not None and values.readable(x, validate) for x in (t.key_indices, *t.tables())):
         validate = False
     places = [sources.get(name) for name in INPUTS]
-    while validate is False and places[-1] is None and not getattr(launch, "checks_tables", False):
-        places.pop()  # a launch needs no trailing inputs that the call does not have
+    # A launch needs no trailing inputs that the call does not have, unless captured tensors follow.
+    while (
+        validate is False
+        and places[-1] is None
+        and call.problem.mods is None
+        and not getattr(launch, "checks_tables", False)
+    ):
+        places.pop()
     quantised = Quantised in map(type, args[1:3])
     cached = CachedCall(call, plan, launch, places, quantised, validate)
     if "out" in given:
         spanned = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
         cached.extents = [0 if x is None else extent(x)[1] - x.data_ptr() for x in spanned]
-    elif len(places) == 3 and not quantised:
+    elif len(places) == 3 and not quantised:  # never with captured tensors
         cached.sources = None
     cached.out_like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
     keep(key, cached)
@@ -292,7 +315,11 @@ def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[s
 
     def launch(*tensors: Any) -> None:
         viewed = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
-        run(plan, Tensors(*viewed), *tensors[len(views) :])
+        more = tensors[len(views) :]
+        if plan.problem.mods is not None:
+            captured, *more = more  # type: ignore[assignment]
+            viewed += None, captured  # without a tile map
+        run(plan, Tensors(*viewed), *more)
 
     return launch
 

@@ -83,7 +83,7 @@ def _backward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
     for sharding in _shardings(named, options):
         placed = _placed(named, sharding)
         summed: Placement = Replicate() if sharding[0] == "whole" else Partial()  # of a replicated input
-        inputs = [placed[name] for name in GRADS if name in grads.split(",")]
+        inputs = [placed[name] for name in (*GRADS, *ops.CAPTURES) if name in grads.split(",")]
         results = [summed if isinstance(x, Replicate) else x for x in inputs]
         strategies.append((results, [*placed.values(), None]))
     return strategies
@@ -93,6 +93,8 @@ def _shardings(named: dict[str, Any], options: dict[str, Any]) -> list[Sharding]
     """Replicated, by batch rows, by heads."""
     q, k = named["q"], named["k"]
     head = 2 if options.get("layout") == "blhd" else 1
+    if options.get("mods") is not None:  # functions of the user are given the numbers of batch rows and heads
+        return [("whole", 0)]
     shardings = [("whole", 0), ("batch", 0)]
     if k.shape[head] % k.mesh.size() == 0 and q.shape[head] % k.shape[head] == 0:
         shardings.append(("heads", head))

@@ -187,6 +187,17 @@ class Checker:
             raise InvalidArgument("sinks", repr(x), want, remedy)
         return self.per_head("sinks", x, heads)
 
+    def captured(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that a function of the user reads: of any rank, strides and dtype that `NAMES` has."""
+        what = f"score_mod or mask_mod, captured tensor {number} {tuple(x.shape)}"
+        if x.device != self.device:
+            raise InvalidArgument(what, f"device {x.device}", f"{self.device}, as q")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InvalidArgument(
+                what, "a tensor that requires grad", "one that does not", "call under torch.no_grad()"
+            )
+        return x.detach()
+
     def indices(self, name: str, x: Any, batch: int, heads: int, rows: int) -> tuple[torch.Tensor, bool]:
         """Key or block indices as int32 `[B, Hkv, rows, n]`, stride 0 where heads share them (of packed queries
         `[1, Hkv, T, n]`), and whether each KV head has its own.
@@ -257,8 +268,10 @@ class Checker:
             raise InvalidArgument("out", given, "one with memory for each element")
         if out.stride(-1) != 1 and width > 1:
             raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
-        for name in INPUTS:
-            x = getattr(t, name)
+        inputs = {name: getattr(t, name) for name in INPUTS} | {
+            f"captured tensor {n}": x for n, x in enumerate(t.captured)
+        }
+        for name, x in inputs.items():
             if x is not None and overlap(out, x):
                 raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
         return out

@@ -10,11 +10,13 @@ import torch
 
 from ..core.arrays import to_tensor
 from ..core.options import Options
-from ..core.problem import GRADS, Problem
+from ..core.problem import CAPTURED, GRADS, Problem, captured_number
 from ..core.tensors import BackwardTensors
 from ..errors import InvalidArgument
 from .calls import Call
 from .memory import is_aligned
+
+KNOWN = (*GRADS, "score_mod")  # the last stands for the float tensors that a score_mod captures
 
 
 @dataclass(slots=True)
@@ -77,6 +79,9 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
     for name in ("q_bias", "k_bias"):
         if name in names:
             setattr(b, f"d{name}", torch.empty(getattr(t, name).shape, dtype=torch.float32, device=p.device))
+    for name in names:
+        if (number := captured_number(name)) is not None:
+            b.dcaptured[number] = torch.empty(t.captured[number].shape, dtype=torch.float32, device=p.device)
     problem = replace(
         p,
         return_lse=True,
@@ -90,10 +95,11 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
 
 
 def differentiable(p: Problem) -> tuple[str, ...]:
-    """The arguments of a call that can have gradients, in the order of `GRADS`."""
+    """The arguments of a call that can have gradients, in the order of `Problem.grads`."""
     there = {"mask": p.mask is not None and not p.mask.is_bool, "sinks": p.sinks, "alibi_slopes": p.alibi}
     there |= {"q_bias": p.q_bias, "k_bias": p.k_bias}
-    return tuple(name for name in GRADS if there.get(name, True))
+    captured = () if p.mods is None else (f"{CAPTURED}{number}" for number in p.mods.differentiable)
+    return (*(name for name in GRADS if there.get(name, True)), *captured)
 
 
 def is_deterministic(option: bool) -> bool:
@@ -101,19 +107,27 @@ def is_deterministic(option: bool) -> bool:
 
 
 def check_grads(grads: Any) -> None:
-    named = isinstance(grads, Sequence) and not isinstance(grads, str) and all(name in GRADS for name in grads)
-    if not named or not grads:
-        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+    listed = isinstance(grads, Sequence) and not isinstance(grads, str) and grads
+    if not listed or not all(isinstance(x, str) and (x in KNOWN or x.startswith(CAPTURED)) for x in grads):
+        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, KNOWN))}, as a tuple")
 
 
 def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
     """The names in the order of `GRADS`; refuses those of arguments that the call does not have."""
     check_grads(grads)
+    possible = differentiable(p)
+    captured = [name for name in possible if captured_number(name) is not None]
+    if "score_mod" in grads:
+        grads = [*(name for name in grads if name != "score_mod"), *(captured or ["score_mod"])]
     for name in grads:
-        if name not in differentiable(p):
-            what = "a call without a float mask" if name == "mask" else f"a call without {name}"
-            raise InvalidArgument("grads", f"{name!r} of {what}", "what is there to differentiate")
-    return tuple(name for name in GRADS if name in grads)
+        if name not in possible:
+            what = {
+                "mask": "a call without a float mask",
+                "score_mod": "a call whose score_mod captures no float tensor",
+            }
+            given = f"{name!r} of {what.get(name, f'a call without {name}')}"
+            raise InvalidArgument("grads", given, "what is there to differentiate")
+    return tuple(name for name in possible if name in grads)
 
 
 def in_layout(x: torch.Tensor, packed: bool, layout: str, *, common: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.arrays import to_tensor
+from ..core.expression.mods import Mods, bind
 from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
@@ -123,6 +124,7 @@ def _checked(
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
+    mods = _functions(c, t, o)
     out, lse = _outputs(c, t, o, cv.width)
     as_flag("deterministic", o.deterministic)  # used by the backward pass; a wrong value is refused here already
     offset = _offset(form, t, o, q_len, kv_len)
@@ -157,6 +159,7 @@ def _checked(
         q_bias=t.q_bias is not None,
         k_bias=t.k_bias is not None,
         sinks=t.sinks is not None,
+        mods=mods,
         mask=mask,
         tree=t.tree_mask is not None,
         positions=t.positions is not None,
@@ -248,6 +251,15 @@ def _score_tensors(
     return spec, kv_len
 
 
+def _functions(c: Checker, t: Tensors, o: Options) -> Mods | None:
+    """What the functions of the user compute. Sets `t.captured`."""
+    bound = bind(o.score_mod, o.mask_mod, c.device)
+    if bound is None:
+        return None
+    t.captured = tuple(c.captured(n, x) for n, x in enumerate(bound.tensors))
+    return bound.mods
+
+
 def _offset(form: Form, t: Tensors, o: Options, q_len: int, kv_len: int) -> Offset:
     """The position of the first query, as `MaskRules.q_offset` has it."""
     if t.q_offset is not None:
@@ -282,6 +294,11 @@ def _shared(c: Checker, form: Form, ck: Operand, given: Any) -> torch.Tensor:
         got = f"{x.dtype}, (batch, heads, rows) = {tuple(x.shape[:3])}"
         raise InvalidArgument("k_shared", got, f"{ck.data.dtype}, {want}: one head for all of k's")
     return x
+
+
+def device_of(q: Any) -> torch.device:
+    """Where a call runs whose queries these are."""
+    return q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
 
 
 def joined(k: Any, k_shared: Any, layout: Any = "bhld") -> torch.Tensor:

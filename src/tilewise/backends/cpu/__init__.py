@@ -15,7 +15,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, other_formats
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, no_mods, other_formats
 from ...core.tensors import BackwardTensors, SharedPrefix, Tensors
 
 
@@ -24,7 +24,9 @@ def supports(problem: Problem | WriteProblem) -> str | None:
         return reason
     from .codegen.dtypes import STORED
 
-    return other_formats(problem, STORED) or (None if isinstance(problem, WriteProblem) else no_alibi_by_tree(problem))
+    if (reason := other_formats(problem, STORED)) is not None or isinstance(problem, WriteProblem):
+        return reason
+    return no_alibi_by_tree(problem) or no_mods(problem)
 
 
 supports_write = supports

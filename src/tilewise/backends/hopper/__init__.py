@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import Problem, no_bias_or_tree, no_selection
+from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from .bwd import config as bwd_config
@@ -38,7 +38,7 @@ def supports_backward(problem: Problem) -> str | None:
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_bias_or_tree(problem) or triton_refusal(RAN_WITH, COMPILES_WITH)
+    return no_bias_or_tree(problem) or no_mods(problem) or triton_refusal(RAN_WITH, COMPILES_WITH)
 
 
 def declines(problem: Problem) -> str | None:

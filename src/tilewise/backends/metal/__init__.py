@@ -6,7 +6,7 @@ Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
 from __future__ import annotations
 
 from ...core.plan import Plan
-from ...core.problem import Problem, no_bias_or_tree, no_selection, other_formats
+from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection, other_formats
 from ...core.tensors import Tensors
 from . import config, device
 from .device import machines as machines
@@ -26,7 +26,9 @@ def unserved(problem: Problem) -> str | None:
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
     if p.rules.affine:
         return "no k_start or strides of positions"
-    return "positions past 2**30" if reach > MOST else no_bias_or_tree(p) or no_selection(p) or other_formats(p, KINDS)
+    if reach > MOST:
+        return "positions past 2**30"
+    return no_bias_or_tree(p) or no_selection(p) or no_mods(p) or other_formats(p, KINDS)
 
 
 def plan(problem: Problem) -> Plan:

@@ -19,12 +19,13 @@ from functools import partial
 import torch
 
 from ...core import large_lse
+from ...core.expression.cells import add_captured, cells_of, slopes
 from ...core.mask_rules import query_span
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import BackwardTensors, Sequence, sequences
 from ...core.tile_map import FULL, MIXED, SKIP
-from .tiles import adjust, no_autocast, span_ends, tile_states, work_dtype
+from .tiles import no_autocast, span_ends, tile_states, with_biases, with_mods, work_dtype
 
 
 def supports_backward(problem: Problem) -> str | None:
@@ -50,9 +51,13 @@ def run_backward(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = Fals
     for gradient in tensors.gradients().values():  # padding rows, keys past a length, hidden keys
         gradient.zero_()
     with no_autocast(p.device.type):
+        wide = torch.float32 if p.device.type == "mps" else torch.float64  # of sums over any number of cells
+        captured = {number: x.to(wide) for number, x in tensors.dcaptured.items()}
         for seq in sequences(p, tensors.forward):
             if seq.q_len:
-                _Rows.of(seq, tensors, plan.tile[0]).run(plan, None if states is None else states[seq.b])
+                _Rows.of(seq, tensors, captured, plan.tile[0]).run(plan, None if states is None else states[seq.b])
+        for number, x in captured.items():
+            tensors.dcaptured[number].copy_(x)
 
 
 @dataclass(slots=True)
@@ -66,16 +71,17 @@ class _Rows:
     delta: torch.Tensor  # [H, Lq]; likewise
     live: torch.Tensor  # bool [H, Lq]: the lse is finite
     dq: torch.Tensor  # [H, Lq, D]
+    captured: dict[int, torch.Tensor]  # the gradients of captured tensors so far
 
     @classmethod
-    def of(cls, seq: Sequence, tensors: BackwardTensors, step: int) -> _Rows:
+    def of(cls, seq: Sequence, tensors: BackwardTensors, captured: dict[int, torch.Tensor], step: int) -> _Rows:
         p, work = seq.problem, work_dtype(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         assert seq.lse is not None
         live = seq.lse.isfinite()
         lse = torch.where(live, seq.lse, 0.0).to(work)
         dq = torch.zeros(p.heads, seq.q_len, p.head_dim, dtype=work, device=lse.device)
-        self = cls(seq, tensors, tensors.dout[seq.row, :, rows], lse, torch.zeros_like(lse), live, dq)
+        self = cls(seq, tensors, tensors.dout[seq.row, :, rows], lse, torch.zeros_like(lse), live, dq, captured)
         for top in range(0, seq.q_len, step):
             tile = slice(top, top + step)
             self.delta[:, tile] = (self.dout_of(tile) * seq.out[:, tile].to(work)).sum(-1)
@@ -143,7 +149,8 @@ class _Rows:
         live = self.live[:, rows, None]
         s = (q @ k.mT).view(p.heads, n, -1) * p.scale  # [H, BQ, BK]
         fading = 1 - torch.tanh(s / p.softcap).square() if p.softcap else None
-        s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
+        given, visible = with_biases(seq, s, rows, cols, masked, not inside, chosen)
+        s, visible = with_mods(seq, given, visible, rows, cols)
         probs = torch.where(live if visible is None else visible & live, (s - self.lse[:, rows, None]).exp(), 0.0)
         if b.dv is not None:
             dv += grouped(probs).mT @ dout
@@ -151,6 +158,8 @@ class _Rows:
             return
         ds = probs * ((dout @ v.mT).view(p.heads, n, -1) - self.delta[:, rows, None])
         ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may be NaN under a hidden cell
+        if p.mods is not None and p.mods.score is not None:
+            ds = self.through_score_mod(ds, given, visible, rows, cols)
         if b.dmask is not None and p.mask is not None:
             _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
         if b.dq_bias is not None:
@@ -167,6 +176,19 @@ class _Rows:
             dk += grouped(ds).mT @ _finite(q, visible)
         if b.dq is not None:
             self.dq[:, rows] += (grouped(ds) @ _finite(k, visible)).view(p.heads, n, -1)
+
+    def through_score_mod(
+        self, ds: torch.Tensor, s: torch.Tensor, visible: torch.Tensor | None, rows: slice, cols: slice
+    ) -> torch.Tensor:
+        """dS by the scores `s` that score_mod was given; adds the gradients of what it captures."""
+        seq, mods, captured = self.seq, self.seq.problem.mods, self.seq.tensors.captured
+        assert mods is not None
+        assert visible is not None
+        own = cells_of(seq.b, seq.problem.heads, *seq.positions(rows, cols))
+        add_captured(mods, self.captured, ds, visible, s, own, captured)
+        if mods.by_score is None:
+            return ds
+        return torch.where(visible, ds * slopes(mods, [mods.by_score], s, own, captured)[0], 0.0)
 
 
 def _finite(x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ...core.expression.cells import cells_of, modified, seen
 from ...core.mask_rules import key_span
 from ...core.plan import Plan
 from ...core.tensors import Sequence, Tensors
@@ -61,10 +62,36 @@ def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, i
 def adjust(
     seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Applies softcap and biases to scores, and -inf to hidden cells. Also returns the visible cells; None if all are.
+    """Applies softcap, biases and the functions of the user to scores, and -inf to hidden cells. Also returns the
+    visible cells; None if all are.
 
     `chosen` are the cells selected by key or block indices.
     """
+    s, visible = with_biases(seq, s, rows, cols, masked, edge, chosen)
+    s, visible = with_mods(seq, s, visible, rows, cols)
+    return (s, None) if visible is None else (torch.where(visible, s, -torch.inf), visible)
+
+
+def with_mods(
+    seq: Sequence, s: torch.Tensor, visible: torch.Tensor | None, rows: slice, cols: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What score_mod makes of scores, and the cells that it and mask_mod leave visible."""
+    mods, captured = seq.problem.mods, seq.tensors.captured
+    if mods is None:
+        return s, visible
+    own = cells_of(seq.b, seq.problem.heads, *seq.positions(rows, cols))
+    kept = seen(mods, own, captured)
+    if mods.score is not None:
+        s = modified(mods, s, own, captured)
+        kept = s != -torch.inf if kept is None else kept & (s != -torch.inf)
+    kept = torch.ones_like(s, dtype=torch.bool) if kept is None else kept.expand_as(s)
+    return s, kept if visible is None else visible & kept
+
+
+def with_biases(
+    seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool, chosen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores with softcap and all biases, and the cells that rules and masks leave visible; None if all are."""
     p = seq.problem
     if p.softcap:
         s = p.softcap * torch.tanh(s / p.softcap)
@@ -94,7 +121,7 @@ def adjust(
             visible = seen if visible is None else visible & seen
     if chosen is not None:
         visible = chosen if visible is None else visible & chosen
-    return (s, None) if visible is None else (torch.where(visible, s, -torch.inf), visible)
+    return s, visible
 
 
 def weighted_sum(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, other_formats
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, no_mods, other_formats
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import gpu_machines, target_of, triton_refusal
@@ -26,7 +26,7 @@ KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_lat
 
 def supports(problem: Problem) -> str | None:
     wide = max(problem.head_dim, problem.value_dim)
-    refused = _supports(problem) or no_alibi_by_tree(problem)
+    refused = _supports(problem) or no_alibi_by_tree(problem) or no_mods(problem)
     return refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
 
 

@@ -1,0 +1,1 @@
+"""Functions of the user as small graphs: see README.md."""

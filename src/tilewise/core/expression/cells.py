@@ -1,0 +1,66 @@
+"""The functions of a call on tiles of cells, in torch: for the oracle, the torch backend and the checks."""
+
+from __future__ import annotations
+
+import torch
+
+from .evaluate import clamped, evaluate
+from .mods import Mods
+from .node import Node
+
+Tensor = torch.Tensor
+Cells = dict[str, Tensor]  # the inputs of the functions, of shapes that broadcast: `node.INPUTS` by name
+
+
+def cells_of(b: int, heads: int, qpos: Tensor, kpos: Tensor) -> Cells:
+    """The indices of cells `[H, n, m]`: all heads, positions `[n, 1]` and `[1, m]`."""
+    device = qpos.device
+    return {
+        "b": torch.tensor(b, device=device),
+        "h": torch.arange(heads, device=device)[:, None, None],
+        "q": qpos,
+        "k": kpos,
+    }
+
+
+def seen(mods: Mods, cells: Cells, captured: tuple[Tensor, ...]) -> Tensor | None:
+    """What mask_mod leaves visible; None if there is none."""
+    return None if mods.mask is None else evaluate([mods.mask], cells, captured, torch.float32)[0]
+
+
+def modified(mods: Mods, s: Tensor, cells: Cells, captured: tuple[Tensor, ...]) -> Tensor:
+    """What score_mod makes of scores, in their shape and dtype."""
+    if mods.score is None:
+        return s
+    return evaluate([mods.score], cells | {"s": s}, captured, s.dtype)[0].expand_as(s)
+
+
+def slopes(mods: Mods, nodes: list[Node], s: Tensor, cells: Cells, captured: tuple[Tensor, ...]) -> list[Tensor]:
+    """Derivatives of score_mod, as `Mods.by_score` and `Mods.by_loads` have them, in the dtype of `s`."""
+    return evaluate(nodes, cells | {"s": s}, captured, s.dtype)
+
+
+def add_captured(
+    mods: Mods, totals: dict[int, Tensor], ds: Tensor, visible: Tensor, s: Tensor, cells: Cells,
+    captured: tuple[Tensor, ...], *, absolute: bool = False,
+) -> None:  # fmt: skip
+    """Adds to the gradients of captured tensors, by number, what visible cells of a tile give: `ds` times a derivative.
+
+    The sums over what an index does not depend on are taken first. The order of all sums is fixed on a CPU.
+    """
+    for load, derivative in mods.by_loads.items():
+        number = int(load.args[0])  # type: ignore[arg-type]
+        if number not in totals:
+            continue
+        total, indices = totals[number], list(load.children)
+        slope, *places = evaluate([derivative, *indices], cells | {"s": s}, captured, s.dtype)
+        terms = torch.where(visible, ds * (slope.abs() if absolute else slope), 0.0).to(total.dtype)  # [H, n, m]
+        if not total.numel():
+            continue
+        at = torch.zeros((), dtype=torch.int64, device=s.device)
+        for place, size in zip(places, total.shape, strict=True):
+            at = at * size + clamped(place, size)
+        at = at.expand((1,) * (terms.ndim - at.ndim) + tuple(at.shape))
+        shared = [dim for dim, n in enumerate(at.shape) if n == 1 and terms.shape[dim] != 1]
+        terms = terms.sum(shared, keepdim=True) if shared else terms
+        total.view(-1).index_add_(0, at.expand_as(terms).reshape(-1), terms.reshape(-1))

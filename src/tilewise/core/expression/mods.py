@@ -1,0 +1,168 @@
+"""The functions of a call: `Mods`, what they compute, and `Bound`, that with the tensors they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import InvalidArgument
+from ..eager import eager_function
+from .build import const
+from .captures import Captures
+from .derivative import derivatives
+from .node import Node, in_order, source
+from .text import from_text, renumbered, to_text
+from .trace import WORDS, Trace, trace
+
+MOST = 4096  # traces; they are forgotten when there are more
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool")
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Mods:
+    """What the functions of a call compute; equal ones are one object. It has no tensors, only their declarations."""
+
+    def __init__(self, text: str) -> None:
+        (self.score, self.mask), self.tensors = from_text(text)
+        self.text = text  # parses back: the key of kernels, and the form in other processes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (mods_of, (self.text,))
+
+    def __copy__(self) -> Mods:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Mods:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Mods({self.text!r})"
+
+    @property
+    def words(self) -> str:
+        return " and ".join(["score_mod"] * (self.score is not None) + ["mask_mod"] * (self.mask is not None))
+
+    @cached_property
+    def by_score(self) -> Node | None:
+        """The derivative of the score by the score it was given; None if it is 1, or there is no score_mod."""
+        if self.score is None or self.score is source("s"):
+            return None
+        slope = derivatives(self.score).get(source("s"), const(0.0))
+        return None if slope is const(1.0) else slope
+
+    @cached_property
+    def by_loads(self) -> dict[Node, Node]:
+        """The derivatives of the score by the elements that it loads: `{load: derivative}`."""
+        if self.score is None:
+            return {}
+        return {x: d for x, d in derivatives(self.score).items() if x.op == "load"}
+
+    @property
+    def of_score(self) -> int:
+        """How many of the tensors, the first ones, score_mod captures; the rest is mask_mod's."""
+        loads = () if self.mask is None else (x for x in in_order(self.mask) if x.op == "load")
+        return min((int(x.args[0]) for x in loads), default=len(self.tensors))  # type: ignore[arg-type]
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """The numbers of the captured tensors that the score depends on smoothly."""
+        return tuple(sorted({int(x.args[0]) for x in self.by_loads}))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=MOST)
+def mods_of(text: str) -> Mods:
+    return Mods(text)
+
+
+class Bound(NamedTuple):
+    """The functions of a call as its options hold them once they are traced: what `score_mod=` becomes."""
+
+    mods: Mods
+    tensors: tuple[torch.Tensor, ...]
+
+    def needing_grad(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients are needed."""
+        return tuple(n for n in self.mods.differentiable if self.tensors[n].requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A trace, and where its tensors come from: the number among the function's captures, or the tensor itself."""
+
+    trace: Trace
+    sources: tuple[int | torch.Tensor, ...]
+
+    def tensors(self, captured: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+        return tuple([captured[at] if isinstance(at, int) else _on(at, device) for at in self.sources])
+
+
+def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return x if x.device == device else x.to(device)
+
+
+_known: dict[tuple[Any, ...], _Known] = {}
+_pairs: dict[tuple[_Known | None, _Known | None], Mods] = {}
+
+
+def bind(score_mod: Any, mask_mod: Any, device: torch.device) -> Bound | None:
+    """The functions of a call, traced or found by what they capture; None if there are none."""
+    if type(score_mod) is Bound:
+        if mask_mod is None:
+            return score_mod
+        raise InvalidArgument("mask_mod", "a function beside traced ones", "None")
+    if score_mod is None and mask_mod is None:
+        return None
+    tensors: tuple[torch.Tensor, ...] = ()
+    score = mask = None
+    if score_mod is not None:
+        score, captured = _find(score_mod, "score_mod")
+        tensors = score.tensors(captured, device)
+    if mask_mod is not None:
+        mask, captured = _find(mask_mod, "mask_mod")
+        tensors += mask.tensors(captured, device)
+    mods = _pairs.get((score, mask))
+    if mods is None:
+        mods = _combined(score, mask, tensors)
+        if len(_pairs) >= MOST:
+            _pairs.clear()
+        _pairs[score, mask] = mods
+    return Bound(mods, tensors)
+
+
+eager_function(bind, "tilewise reads the code of score_mod and mask_mod: outside graphs, and not with fullgraph=True")
+
+
+def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.Tensor]]:
+    captures = Captures(function, name)
+    known = None if captures.key is None else _known.get(captures.key)
+    if known is None:
+        if not callable(function):
+            raise InvalidArgument(name, f"a {type(function).__name__}", f"a function {WORDS[name]}")
+        traced = trace(function, name)
+        for x in traced.tensors:
+            if x.dtype not in NAMES:
+                raise InvalidArgument(name, f"a captured tensor of {x.dtype}", f"one of {', '.join(DTYPES)}")
+        places = {id(x): n for n, x in enumerate(captures.tensors)}
+        sources = tuple(x if own else places.get(id(x), x) for x, own in zip(traced.tensors, traced.made, strict=True))
+        known = _Known(traced, sources)
+        if captures.key is not None and all(
+            own or id(x) in places for x, own in zip(traced.tensors, traced.made, strict=True)
+        ):
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[captures.key] = known
+    return known, captures.tensors
+
+
+def _combined(score: _Known | None, mask: _Known | None, tensors: Sequence[torch.Tensor]) -> Mods:
+    root = None if score is None else score.trace.root
+    first = 0 if score is None else len(score.sources)
+    hides = None if mask is None else renumbered(mask.trace.root, {n: first + n for n in range(len(mask.sources))})
+    return mods_of(to_text((root, hides), [(NAMES[x.dtype], x.ndim) for x in tensors]))
