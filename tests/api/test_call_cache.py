@@ -27,6 +27,14 @@ def ints(*values):
 DENSE = (draw(2, 6, 6, 16), draw(2, 6, 6, 16, seed=1), draw(2, 6, 6, 16, seed=2))
 PACKED = (draw(7, 6, 16), draw(9, 2, 16, seed=1), draw(9, 2, 16, seed=2), ints(0, 3, 7), ints(0, 5, 9))
 PAGES = (draw(6, 4, 6, 16, seed=1), draw(6, 4, 6, 16, seed=2), torch.tensor([[5, 2, 0], [4, 1, 3]]).int(), ints(10, 9))
+SLOPES = draw(6).abs()
+
+
+def scaled(factor, slopes):
+    return lambda s, b, h, q, k: s * factor + slopes[h] * (q - k)
+
+
+SCORE_MODS = [scaled(1, SLOPES), scaled(2, SLOPES), scaled(2, SLOPES + 1), scaled(2, draw(6, 2)[:, 0])]
 INDICES = torch.tensor([[5, 0, 3, -1], [1, 2, -1, 4]]).int()[:, None].repeat(1, 6, 1)  # [B, Lq, n]
 BLOCKS = ints(0, 2)[None, None].repeat(2, 3, 1)
 CALLS = {
@@ -77,6 +85,8 @@ OPTIONS = {
     "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],
     "q_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 12)[..., ::2], draw(7, 6), draw(2, 6, 6).half(), draw(6), None],
     "k_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 10), draw(2, 6, 6).double(), draw(9, 1), 1.0, None],
+    "score_mod": [*SCORE_MODS, lambda s, b, h, q, k: torch.erfinv(s), 3, None],
+    "mask_mod": [lambda b, h, q, k: q >= k, lambda b, h, q, k: SLOPES[h] > 0.5, lambda b, h, q, k: q.float(), None],
     "sinks": [draw(6), draw(6, seed=4), draw(12)[::2], draw(6).half(), 4, None],
     "kv_lengths": [ints(4, 3), ints(0, 4), torch.tensor([4, 3]), ints(4, 99), ints(-1, 2), ints(4), None],
     "key_indices": [

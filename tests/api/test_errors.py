@@ -196,7 +196,7 @@ DENSE = [
     ("sliding_window", {"sliding_window": 4}, "did you mean window? window=W is W keys with the query's own"),
     ("window_size", {"window_size": (-1, -1)}, "None, not -1, is unlimited"),
     ("dropout_p", {"dropout_p": 0.0}, "there is no dropout: leave it out"),
-    ("score_mod", {"score_mod": max}, "an additive mask= say what changes a score"),
+    ("block_mask", {"block_mask": max}, "mask_mod=, causal="),
     ("block_mask", {"block_mask": 1}, "block_indices= say what is hidden"),
     ("enable_gqa", {"enable_gqa": True}, "leave it out"),
     ("softmax_scale", {"softmax_scale": 1.0}, "did you mean scale?"),

@@ -15,7 +15,8 @@ from tilewise.core.expression.trace import SIGNATURES, trace
 
 H, L = 3, 12
 random = torch.Generator().manual_seed(0)
-table, gate = torch.randn(H, 2 * L, generator=random), torch.randn(H, generator=random, dtype=torch.float16)
+table, gate = torch.randn(H, 2 * L, generator=random), torch.randn(H, generator=random)
+half = torch.randn(H, generator=random, dtype=torch.float16)
 double, rank3 = torch.randn(L, generator=random, dtype=torch.float64), torch.randn(2, H, L, generator=random)
 doc = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3])
 grid = torch.randn(4, 3, 6, generator=random)[:, :, ::2]  # strides
@@ -56,7 +57,7 @@ SCORES = {
     "clamped": lambda s, b, h, q, k: s.clamp(-0.5, 0.5) + torch.clip(q - k, min=-2) + torch.clamp_max(k, 4) + s.sign(),
     "rounded": lambda s, b, h, q, k: torch.floor(s) + torch.ceil(s * 2) + s.int() + s.long() + (s > 0).float(),
     "chosen": lambda s, b, h, q, k: torch.where(allowed[q, k] & (k != 3) | (h == 1), s, -s).masked_fill(q == 2, 1.0),
-    "parameter": lambda s, b, h, q, k: s + learned[h] * 2,
+    "parameter": lambda s, b, h, q, k: s + learned[h] * 2 + half[h],
     "negative index": lambda s, b, h, q, k: s + double[-1] + double[k - L] + table[h, -2],
     "constant": lambda s, b, h, q, k: 1.5,
     "alpha": lambda s, b, h, q, k: torch.add(s, h, alpha=2) - torch.sub(q, k, alpha=3) + torch.rsub(s, 1),

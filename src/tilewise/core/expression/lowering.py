@@ -12,37 +12,39 @@ from .build import Value, cast, const, make
 from .node import Node
 
 FLOAT = torch.float32
-# Names that differ from the operation's. `__add__` is looked up as `add`.
+# Names that differ from those in `LOWER`
 SAME_AS = {
     "absolute": "abs",
     "clip": "clamp",
     "div": "true_divide",
     "divide": "true_divide",
-    "truediv": "true_divide",
     "expit": "sigmoid",
-    "floordiv": "floor_divide",
     "greater": "gt",
     "greater_equal": "ge",
-    "invert": "bitwise_not",
     "less": "lt",
     "less_equal": "le",
     "matrix_transpose": "mT",
     "multiply": "mul",
     "negative": "neg",
     "not_equal": "ne",
-    "or": "bitwise_or",
-    "and": "bitwise_and",
-    "xor": "bitwise_xor",
     "subtract": "sub",
-    "rand": "bitwise_and",
-    "ror": "bitwise_or",
-    "rxor": "bitwise_xor",
     "swapaxes": "transpose",
     "swapdims": "transpose",
-    "mod": "remainder",
     "type_as": "to",
-    "radd": "add",
-    "rmul": "mul",
+}
+DUNDER = {
+    "__and__": "bitwise_and",
+    "__floordiv__": "floor_divide",
+    "__invert__": "bitwise_not",
+    "__mod__": "remainder",
+    "__or__": "bitwise_or",
+    "__radd__": "add",
+    "__rand__": "bitwise_and",
+    "__rmul__": "mul",
+    "__ror__": "bitwise_or",
+    "__rxor__": "bitwise_xor",
+    "__truediv__": "true_divide",
+    "__xor__": "bitwise_xor",
 }
 
 

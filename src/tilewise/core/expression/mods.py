@@ -16,7 +16,7 @@ from .captures import Captures
 from .derivative import derivatives
 from .node import Node, in_order, source
 from .text import from_text, renumbered, to_text
-from .trace import WORDS, Trace, trace
+from .trace import WORDS, trace
 
 MOST = 4096  # traces; they are forgotten when there are more
 DTYPES = {
@@ -96,7 +96,7 @@ class Bound(NamedTuple):
 class _Known:
     """A trace, and where its tensors come from: the number among the function's captures, or the tensor itself."""
 
-    trace: Trace
+    root: Node
     sources: tuple[int | torch.Tensor, ...]
 
     def tensors(self, captured: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -151,7 +151,7 @@ def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.T
                 raise InvalidArgument(name, f"a captured tensor of {x.dtype}", f"one of {', '.join(DTYPES)}")
         places = {id(x): n for n, x in enumerate(captures.tensors)}
         sources = tuple(x if own else places.get(id(x), x) for x, own in zip(traced.tensors, traced.made, strict=True))
-        known = _Known(traced, sources)
+        known = _Known(traced.root, sources)
         if captures.key is not None and all(
             own or id(x) in places for x, own in zip(traced.tensors, traced.made, strict=True)
         ):
@@ -162,7 +162,7 @@ def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.T
 
 
 def _combined(score: _Known | None, mask: _Known | None, tensors: Sequence[torch.Tensor]) -> Mods:
-    root = None if score is None else score.trace.root
+    root = None if score is None else score.root
     first = 0 if score is None else len(score.sources)
-    hides = None if mask is None else renumbered(mask.trace.root, {n: first + n for n in range(len(mask.sources))})
+    hides = None if mask is None else renumbered(mask.root, {n: first + n for n in range(len(mask.sources))})
     return mods_of(to_text((root, hides), [(NAMES[x.dtype], x.ndim) for x in tensors]))

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import InvalidArgument
 from .arrays import Array, Untraceable, kind_of_dtype, scalar
-from .build import cast
-from .lowering import LOWER, SAME_AS
+from .build import as_node, cast
+from .lowering import DUNDER, LOWER, SAME_AS
 from .node import INPUTS, Node, in_order, load, source
 from .text import renumbered
 
@@ -55,7 +55,7 @@ def trace(function: Callable[..., Any], name: str) -> Trace:
     try:
         with _disable_current_modes(), mode:
             result = function(*cells)
-        node = mode.array(result).node() if not isinstance(result, (bool, int, float)) else cast(result, "float")
+        node = as_node(result) if isinstance(result, (bool, int, float)) else mode.array(result).node()
     except Untraceable as error:
         want = f"operations that kernels have: {WORDS[name]}"
         raise InvalidArgument(name, mode.where(error), want, error.remedy) from None
@@ -131,7 +131,7 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in READS:
             self.refuse(f"a value read by Python ({name.strip('_')})", _reads(name))
-        name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
+        name = DUNDER.get(name, name.strip("_")) if name.startswith("__") else name.removeprefix("special_")
         if name.endswith("_") or name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "set_data"):
             self.refuse(f"{name.rstrip('_')} in place", "give the result a name of its own")
         if name in FACTORIES and not _tensors(args):
