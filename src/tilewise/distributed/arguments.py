@@ -32,6 +32,8 @@ RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), 
 Place = tuple[int, int]  # the position of a sequence's first query, and its keys in use
 INSTEAD = {  # the remedy for each option that is not supported
     "block_indices": "key_indices= takes the keys of those blocks one by one",
+    "score_mod": "alibi_slopes=, q_bias=, k_bias= and mask= are sharded; functions are not yet",
+    "mask_mod": "causal=, window=, chunk= and mask= are sharded; functions are not yet",
     "tree_mask": "mask= takes this rank's rows over all keys",
     "k_shared": "k= takes them beside each head's own columns",
     "positions": "mask= takes this rank's rows over all keys",
