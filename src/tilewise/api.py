@@ -372,7 +372,8 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
 def _with_bound_mods(options: dict[str, Any], q: Any) -> dict[str, Any]:
     """The options with the functions traced: `score_mod` holds both, and the tensors that they capture."""
     options = dict(options)
-    bound = mods.bind(options.pop("score_mod", None), options.pop("mask_mod", None), calls.device_of(q))
+    functions = options.pop("score_mod", None), options.pop("mask_mod", None)
+    bound = None if functions == (None, None) else mods.bind(*functions, calls.device_of(q))
     return options if bound is None else options | {"score_mod": bound}
 
 

@@ -101,7 +101,8 @@ def attention_backward(
         known = dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__])
         keywords.refuse(unknown, known, "tilewise.attention_backward")
     planner.check_name(backend)
-    bound = bind(options.pop("score_mod", None), options.pop("mask_mod", None), calls.device_of(q))
+    functions = options.pop("score_mod", None), options.pop("mask_mod", None)
+    bound = None if functions == (None, None) else bind(*functions, calls.device_of(q))
     options |= {} if bound is None else {"score_mod": bound}
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
