@@ -7,6 +7,7 @@ A square is a cell (query, key); filled ones are visible. In pictures of tile ma
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -130,6 +131,7 @@ def _colours(of: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     HERE.mkdir(exist_ok=True)
     for name in PICTURES:
         (HERE / f"{name}.svg").write_text(picture(name), encoding="utf-8")

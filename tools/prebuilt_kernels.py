@@ -8,6 +8,7 @@ instructions), is set to that CPU and not to this one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import struct
 import subprocess
@@ -98,4 +99,8 @@ def main(folder: str, *targets: str, names: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("targets", nargs="*", help="all unless they are named")
+    words = parser.parse_args()
+    main(words.folder, *words.targets)

@@ -364,6 +364,36 @@ def test_modules_that_took_torchs_function_before(monkeypatch):
     assert module.sdpa is F.scaled_dot_product_attention is torchs
 
 
+def test_modules_are_searched_once(monkeypatch):
+    """Entering again searches what is new: a module, or a module with new names. All are restored, in any order."""
+    searched = []
+    search = sdpa._search
+    monkeypatch.setattr(sdpa, "_search", lambda key, names: searched.append(key) or search(key, names))
+    module = types.ModuleType("a_second_model")
+    monkeypatch.setitem(sys.modules, "a_second_model", module)
+    with sdpa.installed():
+        assert "a_second_model" in searched
+    module.sdpa = torchs
+    searched.clear()
+    with sdpa.installed():
+        assert searched == ["a_second_model"]
+        assert module.sdpa is ours
+        module.late = 1
+        with sdpa.installed(fallback=True):
+            assert searched == ["a_second_model"] * 2
+            assert module.sdpa is sdpa._or_torch
+        assert module.sdpa is ours
+    assert module.sdpa is torchs
+    searched.clear()
+    for _ in range(2):
+        with sdpa.installed():
+            assert module.sdpa is ours
+            module.sdpa = None  # its own business
+        assert module.sdpa is None
+        module.sdpa = torchs
+    assert not searched
+
+
 @pytest.mark.skipif(not sdpa_kernel.registers(), reason="this torch has no registry of flash kernels")
 def test_torchs_own_function_runs_on_tilewise(monkeypatch):
     """Code that holds torch's function in ways that no module shows, and torch's C++ modules."""

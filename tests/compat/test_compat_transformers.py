@@ -487,11 +487,15 @@ def test_it_registers_itself_where_its_own_module_imports_transformers():
     assert in_a_process(code) == "True"
 
 
-def test_an_old_transformers():
-    """It is named with the remedy where tilewise is asked for it, and is left alone where it is not."""
+@pytest.mark.parametrize("first", ["transformers.modeling_utils", "tilewise"])
+def test_an_old_transformers(first):
+    """It is named with the remedy, once, when its models are imported and where tilewise is asked for it."""
     code = f"""
-import transformers, sys
+import warnings, sys
+warnings.showwarning = lambda message, *_: print(message)
+import transformers
 transformers.__version__ = "5.21.3"
+import {first}
 import tilewise
 {NAMES}
 for module in (transformers, None):
@@ -501,9 +505,11 @@ for module in (transformers, None):
     except ImportError as error:
         print(type(error).__name__, error)
 """
-    known, old, missing = in_a_process(code).splitlines()
+    warned, known, old, missing = in_a_process(code).splitlines()
+    reason = "tilewise.compat.transformers needs transformers 5.22 or newer, not 5.21.3: "
+    assert warned.startswith(f"{reason}attn_implementation='tilewise' does not exist; pip install")
     assert known == "False"
-    assert old.startswith("MissingPackage tilewise.compat.transformers needs transformers 5.22 or newer, not 5.21.3: ")
+    assert old.startswith(f"MissingPackage {reason}")
     assert missing.startswith("MissingPackage tilewise.compat.transformers needs transformers ")
     assert old.endswith(install_line("hf"))
     assert missing.endswith(install_line("hf"))

@@ -106,6 +106,42 @@ def vanish(port, folder, question):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+def sampled_and_refused(client, folder, most, greedy):
+    """Each request has its own sampling, also beside others, and says what it cannot have."""
+
+    def ask(**options):
+        messages = [{"role": "user", "content": QUESTIONS[1]}]
+        return client.chat.completions.create(
+            model=str(folder), messages=messages, max_completion_tokens=most, **options
+        )
+
+    def text(options):
+        return ask(**options).choices[0].message.content
+
+    cases = [{"temperature": 0}, {"temperature": 2}, {"temperature": 1.7}, {}, {"temperature": 1.9, "top_p": 0}]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        texts = list(threads.map(text, cases))
+    assert texts[0] == texts[3] == texts[4] == greedy
+    assert greedy not in texts[1:3]
+    assert text({"temperature": 1.5, "seed": 3}) == text({"temperature": 1.5, "seed": 3}) != greedy
+    for name, value in (
+        ("temperature", 2.5), ("temperature", "hot"), ("top_p", -1), ("n", 2), ("stop", ["a"]), ("presence_penalty", 1),
+        ("logit_bias", {"5": 9}), ("max_tokens", 0),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(**{name: value}) if name != "max_tokens" else asked(client, folder, "Hello.", 0)
+        assert refused.value.body == {
+            "message": refused.value.body["message"], "type": "invalid_request_error", "param": name, "code": None,
+        }  # fmt: skip
+        assert refused.value.body["message"].startswith(f"{name}: got ")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="another", messages=[])
+    assert "another" in refused.value.body["message"]
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.images.generate(prompt="a cat")
+    assert refused.value.type == "invalid_request_error"
+
+
 def check(folder, log, most):
     wanted = eager(folder, QUESTIONS, most)
     assert len(set(wanted)) > 1
@@ -124,7 +160,9 @@ def check(folder, log, most):
         vanish(port, folder, "Tell me a long story.")
         with pytest.raises(openai.BadRequestError) as refused:
             asked(client, folder, "word " * 2 * ROOM, most)
-        assert f"there is room for {ROOM}" in refused.value.response.text
+        assert refused.value.param == "messages"
+        assert f"there is room for {ROOM}" in refused.value.body["message"]
+        sampled_and_refused(client, folder, most, wanted[1])
         assert ask_all() == wanted  # whatever else there was
         stream = asked(client, folder, "Tell me another long story.", 900)
         next(iter(stream))

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -194,3 +195,16 @@ def test_records_are_compact():
             assert file.read_text() == compact(json.loads(file.read_text())), (
                 f"{file.name}: run tools/compact_records.py"
             )
+
+
+def test_help_of_a_tool_does_nothing(tmp_path):
+    """Every script reads its arguments by argparse, so that --help is no folder's name."""
+    scripts = [*ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/*.py"), ROOT / "docs" / "pictures.py"]
+    scripts = [file for file in scripts if "__main__" in file.read_text()]
+    assert len(scripts) > 10
+    assert [file.name for file in scripts if "argparse" not in file.read_text()] == []
+    tool = str(ROOT / "tools" / "prebuilt_kernels.py")
+    done = subprocess.run([sys.executable, tool, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "FOLDER" in done.stdout
+    assert list(tmp_path.iterdir()) == []

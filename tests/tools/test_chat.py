@@ -148,7 +148,8 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
         pretrained.converted(file)
 
 
-def test_another_file_of_the_same_name_and_size_is_another_model(tmp_path, monkeypatch):
+def test_a_model_is_known_by_what_is_in_its_file(tmp_path, monkeypatch):
+    """Not by its size, nor by its date: each environment has the file with a date of its own."""
     from tilewise.tools import pretrained
 
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
@@ -156,9 +157,12 @@ def test_another_file_of_the_same_name_and_size_is_another_model(tmp_path, monke
     monkeypatch.setattr(
         pretrained, "_write", lambda made, folder: (folder.mkdir(parents=True), (folder / "a").write_text(made))
     )
-    file, found = tmp_path / "a.gguf", []
-    for content, at in (("old", 1), ("new", 2), ("new", 2)):
+    found = []
+    for content, at in (("old", 1), ("new", 1), ("new", 2), ("old", 3)):
+        file = tmp_path / str(at) / "a.gguf"
+        file.parent.mkdir(exist_ok=True)
         file.write_text(content)
         os.utime(file, ns=(at, at))
         found.append((pretrained.converted(file) / "a").read_text())
-    assert found == ["old", "new", "new"]
+    assert found == ["old", "new", "new", "old"]
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 2

@@ -57,6 +57,14 @@ def test_it_says_which_python_runs_and_what_fills_the_cache(tmp_path, monkeypatc
     assert (files["size_mib"], files["of_it_cpu_kernels_mib"], files["of_it_models_mib"]) == (10, 5, 4)
 
 
+def test_a_transformers_that_is_too_old(monkeypatch, capsys):
+    for version, words in (("5.21.3", "needs transformers 5.22 or newer, not 5.21.3; pip install"), ("6.1", None)):
+        monkeypatch.setattr(doctor.machine, "version_of", lambda name, version=version: version)
+        assert main(["doctor"]) == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  transformers "))
+        assert words in line if words else line.endswith(" 6.1")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_backend_that_cannot_run_has_a_reason_and_a_remedy():
     found = doctor.examine()["backends"]["triton"]

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..core.extras import install_line
+
 OLDEST = (5, 22)  # older versions describe masks differently
 MODELS = "transformers.modeling_utils"  # it has the registry of attention implementations
 
@@ -27,8 +29,13 @@ def watch() -> None:
 
 
 def register() -> None:
-    """Registers tilewise unless this transformers is too old; `import tilewise.compat.transformers` reports that."""
+    """Registers tilewise, or warns that this transformers is too old."""
     try:
+        if reason := too_old():
+            warnings.warn(
+                f"{reason}: attn_implementation='tilewise' does not exist; {install_line('hf')}", stacklevel=2
+            )
+            return
         from . import transformers
 
         # It is missing while that module is importing these models; it registers at its own end.
@@ -76,9 +83,9 @@ class Loader:
         register()
 
 
-def too_old() -> str:
-    """Why the imported version of transformers is too old; empty if it is not."""
-    version = sys.modules["transformers"].__version__
+def too_old(version: str = "") -> str:
+    """Why a version of transformers, or the imported one, is too old; empty if it is not."""
+    version = version or sys.modules["transformers"].__version__
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     wanted = ".".join(map(str, OLDEST))
     return f"tilewise.compat.transformers needs transformers {wanted} or newer, not {version}" * (numbers < OLDEST)

@@ -229,18 +229,29 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
 
 
-_holders: list[tuple[ModuleType, str]] = []  # where torch's function was replaced
 _fast_path = True  # whether torch's modules had theirs before `install`
+_searched: dict[str, tuple[int, int]] = {}  # modules by name, with the id and length of their dicts at that time
+_holders: dict[str, set[str]] = {}  # the names by which modules have had torch's function
 
 
 def _put(function: Callable[..., torch.Tensor]) -> None:
     """Sets the function in torch.nn.functional and in modules that have imported torch's from there."""
     torch.nn.functional.scaled_dot_product_attention = function
     if function is not _torchs:
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in ("torch", "tilewise"):
-                _holders.extend((module, name) for name, x in list(vars(module).items()) if x is _torchs)
-    for module, name in _holders:
-        setattr(module, name, function)
-    if function is _torchs:
-        _holders.clear()
+        for key, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and _searched.get(key) != (mark := (id(vars(module)), len(vars(module)))):
+                _searched[key] = mark
+                _search(key, vars(module))
+    for key, found in _holders.items():
+        names = vars(sys.modules[key]) if key in sys.modules else {}
+        for name in found:
+            if any(names.get(name) is x for x in (_torchs, scaled_dot_product_attention, _or_torch)):
+                names[name] = function
+
+
+def _search(key: str, names: dict[str, Any]) -> None:
+    """Finds torch's function in a module. All modules take 20 ms, so it is done again only where names were added."""
+    ours = key.partition(".")[0] in ("torch", "tilewise")
+    found = set() if ours else {name for name, x in list(names.items()) if x is _torchs}
+    if found:
+        _holders.setdefault(key, set()).update(found)

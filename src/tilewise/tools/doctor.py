@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..compat.discovery import too_old
+from ..core.extras import install_line
 from .bench import machine
 
 PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "mlx", "rich", "matplotlib", "transformers")
@@ -72,7 +74,10 @@ def guarded(probe: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    if machine.version_of("transformers") and (reason := too_old(versions["transformers"])):
+        versions["transformers"] += f": {reason}; {install_line('hf')}"
+    return versions
 
 
 def _version(name: str) -> str:

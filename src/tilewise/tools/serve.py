@@ -2,7 +2,8 @@
 
 HTTP, scheduling, continuous batching and sampling are transformers'. tilewise is the attention that it loads by name
 (`compat.transformers.register_flash`). In addition, a prompt that cannot fit is refused (transformers would wait
-forever), /v1/models names the model that is served, and stopping leaves no thread behind.
+forever), each request has sampling parameters of its own (transformers takes the first request's for all), errors have
+OpenAI's shape, /v1/models names the model that is served, and stopping leaves no thread behind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from ..core.extras import need
 from ..errors import InvalidArgument
 from .pretrained import converted, smollm2_file
+from .serve_requests import for_all_sampling, openai_errors, read_requests, refusal, sampling_of_request
 
 PAGE = 256  # tokens, transformers' default
 GRACE = 3  # seconds for running requests when the server stops
@@ -44,10 +46,12 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
         def start_server(self) -> None:
             """Called once, when the model has been loaded."""
             (loaded,) = self._model_manager.loaded_models.values()
-            _limit_prompts(loaded.model, tokens, batchers)
+            _wrap_batching(loaded.model, tokens, batchers)
             # /v1/models: the one that is served. transformers lists the hub's cache, and fails if there is none.
             served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": ""}
             self._model_manager.get_gen_models = lambda cache_dir=None: [served]
+            read_requests(self._chat_handler, self._completion_handler, self._response_handler)
+            openai_errors(self.server.config.app)
             self.server.config.timeout_graceful_shutdown = GRACE
             super().start_server()
 
@@ -101,22 +105,26 @@ def _check(model: str | None, host: str, port: int, device: str, dtype: str) -> 
         raise InvalidArgument("port", f"{port} of {host}", "a free port", f"{reason}; use another --port") from error
 
 
-def _limit_prompts(model: Any, tokens: int, batchers: list[Any]) -> None:
-    """Refuses prompts that exceed the model or the cache, and limits answers to the room that is left."""
-    from fastapi import HTTPException
-
-    room = min(tokens, model.config.get_text_config(decoder=True).max_position_embeddings)
+def _wrap_batching(model: Any, tokens: int, batchers: list[Any]) -> None:
+    """Refuses prompts that exceed the model or the cache, limits answers to the room that is left, and gives each
+    request its own sampling.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    room = min(tokens, text_config.max_position_embeddings)
     make = model.init_continuous_batching
 
-    def init_continuous_batching(*args: Any, **options: Any) -> Any:
-        batcher = make(*args, **options)
+    def init_continuous_batching(*, generation_config: Any, continuous_batching_config: Any) -> Any:
+        continuous_batching_config.per_request_processors = True
+        shared = for_all_sampling(generation_config)
+        batcher = make(generation_config=shared, continuous_batching_config=continuous_batching_config)
         add = batcher.add_request
 
         def add_request(input_ids: list[int], *rest: Any, max_new_tokens: int | None = None, **more: Any) -> Any:
             if len(input_ids) >= room:
-                raise HTTPException(400, f"a prompt of {len(input_ids)} tokens: there is room for {room}")
+                raise refusal("messages", f"{len(input_ids)} tokens", f"fewer: there is room for {room}")
             most = batcher.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             left = room - len(input_ids)
+            more |= sampling_of_request(text_config.vocab_size)
             return add(input_ids, *rest, max_new_tokens=left if most is None else min(most, left), **more)
 
         batcher.add_request = add_request
