@@ -32,6 +32,8 @@ AGAINST = (
     *PLACES,
     *(
         "mask",
+        "score_mod",
+        "mask_mod",
         "tree_mask",
         "tile_map",
         "alibi_slopes",

@@ -299,10 +299,14 @@ class KVCache:
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         back, q = returner(q), to_tensor("q", q)
         states = []
+        functions = options.get("score_mod") is not None or options.get("mask_mod") is not None
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):
             lengths, offsets = (torch.from_numpy(x).to(self.device, torch.int32) for x in (run.lengths, run.offsets))
             slots = min(self.capacity, rounded(int(run.lengths.max(initial=0))))
             mask = None if run.hidden is None else ring.mask_below(run.hidden, slots, self.device)
+            if functions:  # they are given positions
+                start = torch.from_numpy(run.start).to(self.device, torch.int32)
+                options["k_start"], offsets = start, offsets + start
             states.append(attention(
                 q, *self.store.operands(slots, seq_major), kv_lengths=lengths, q_offset=offsets, mask=mask,
                 return_lse=True, **options,

@@ -2,7 +2,8 @@
 
 The upper run starts at the slot of the oldest token, the lower one at slot 0. Within a run, positions and slots differ
 by a multiple of the capacity, constant for each row. So causal, windows, ALiBi and chunks that divide the capacity keep
-their meaning if the queries' offset is shifted by it. Two runs are two calls, merged.
+their meaning if the queries' offset is shifted by it; functions of the user are given true positions, as the keys'
+`k_start`. Two runs are two calls, merged.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Run:
 
     lengths: np.ndarray  # int64 [B]
     offsets: np.ndarray  # int64 [B]
+    start: np.ndarray  # int64 [B]: the position of slot 0
     hidden: np.ndarray | None = None  # int64 [B]: slots below need a mask: no window hides them
 
 
@@ -67,10 +69,10 @@ def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: i
     shift = first - start
     end = start + length - first
     below = start if as_window(window)[0] is None and bool(start.any()) else None
-    upper = Run(np.minimum(end, capacity), q_first - shift, below)
+    upper = Run(np.minimum(end, capacity), q_first - shift, shift, below)
     if not bool((end > capacity).any()):
         return [upper]
-    return [upper, Run(np.maximum(end - capacity, 0), q_first - shift - capacity)]
+    return [upper, Run(np.maximum(end - capacity, 0), q_first - shift - capacity, shift + capacity)]
 
 
 def order_does_not_matter(
@@ -80,7 +82,7 @@ def order_does_not_matter(
 
     This holds if rows are full (or start at slot 0) and no rule depends on positions.
     """
-    if options.get("chunk") is not None or options.get("alibi_slopes") is not None:
+    if any(options.get(name) is not None for name in ("chunk", "alibi_slopes", "score_mod", "mask_mod")):
         return False
     if not bool(((length - first == capacity) | (first % capacity == 0)).all()):
         return False
