@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..core.expression.mods import Bound
 from ..errors import InvalidArgument
 from .faults import RankLost, connected, report_lost_ranks
 
@@ -46,6 +47,8 @@ def described(x: Any, *own_dims: int) -> Any:
     `own_dims`, counted from the last, have this rank's own rows, whose number may differ between ranks. Other sizes
     follow from those of q, k and v, which each rank checks.
     """
+    if isinstance(x, Bound):
+        return x.mods.text, *((tuple(t.shape), t.dtype, t.requires_grad) for t in x.tensors)
     if not isinstance(x, torch.Tensor):
         return repr(x)  # as text, in which 1, 1.0 and True differ
     broadcast = tuple(None if dim - x.ndim in own_dims else size == 1 for dim, size in enumerate(x.shape))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..core import keywords
+from ..core.expression.mods import Bound, bind
 from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
+from ..core.problem import CAPTURED
 from ..errors import InvalidArgument
 from .function import EXTRAS
 from .layout import (
@@ -32,8 +34,6 @@ RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), 
 Place = tuple[int, int]  # the position of a sequence's first query, and its keys in use
 INSTEAD = {  # the remedy for each option that is not supported
     "block_indices": "key_indices= takes the keys of those blocks one by one",
-    "score_mod": "alibi_slopes=, q_bias=, k_bias= and mask= are sharded; functions are not yet",
-    "mask_mod": "causal=, window=, chunk= and mask= are sharded; functions are not yet",
     "tree_mask": "mask= takes this rank's rows over all keys",
     "k_shared": "k= takes them beside each head's own columns",
     "positions": "mask= takes this rank's rows over all keys",
@@ -43,7 +43,29 @@ INSTEAD = {  # the remedy for each option that is not supported
     "k_stride": "positions follow from scheme= and q_offset=",
     "q_stride": "positions follow from scheme= and q_offset=",
 }
-KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
+KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS, "score_mod", "mask_mod")
+
+
+def with_functions(options: dict[str, Any], q: Any) -> dict[str, Any]:
+    """The options with functions traced, so that ranks compare what these compute. If one cannot be, `score_mod` is
+    the error, which `functions_of` raises once the other ranks know of it.
+    """
+    given = options.get("score_mod"), options.get("mask_mod")
+    if given == (None, None):
+        return options
+    try:
+        bound: Any = bind(*given, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
+    except InvalidArgument as error:
+        bound = error
+    return options | {"score_mod": bound, "mask_mod": None}
+
+
+def functions_of(options: dict[str, Any], q: Any) -> Bound | None:
+    """The traced functions of a call; raises if they have no trace."""
+    bound = with_functions(options, q).get("score_mod")
+    if isinstance(bound, InvalidArgument):
+        raise bound
+    return bound
 
 
 def lengths_of(length: Any, cu_seqlens: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -93,15 +115,19 @@ def prepare(
     rules = as_rules(o)
     biases = _checked_biases(o, q, packed, head, seq, Lk)
     indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
-    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
+    bound = functions_of(options, q)
+    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, bound, *biases.values()))
     fusible = order != "striped" and plain and all(len(of_document) == 1 for of_document in doc_places)
     task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), doc_places, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
     if not packed:
         passed["layout"] = o.layout
-    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
+    mods = None if bound is None else bound.mods
+    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device, mods)
     mask = _as_mask(o.mask, q, packed, head, seq, Lk)
     extras = {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases, "key_indices": indices}
+    if bound is not None:
+        extras |= {f"{CAPTURED}{n}": x for n, x in enumerate(bound.tensors)}
     return call, extras, places
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..core.options import is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from .agreement import Kind, agreed, described
-from .arguments import KNOWN, lengths_of, prepare
+from .arguments import KNOWN, lengths_of, prepare, with_functions
 from .exchange import Heads, ToHeads, ToTokens, connect
 from .function import EXTRAS, Attention, forward
 from .layout import Ranks, inner_sizes, is_meta, ranks_of, total, values_of
@@ -69,11 +70,13 @@ def attention(
         validate: True: compare arguments between the ranks first, with one exchange. None: on GPUs only for new sizes,
             dtypes or values of options. False: never.
 
-    All other options are those of `tilewise.attention`, except `out=` and `tile_map=`.
+    All other options are those of `tilewise.attention`, except `out=` and `tile_map=`. `score_mod` and `mask_mod` are
+    given positions in the whole sequence and heads of the whole model; all ranks capture the same tensors.
 
     Returns:
         `out` in the shape of `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`,
-        `alibi_slopes` and a mask whose rows are not sharded are this rank's share: sum them over the mesh.
+        `alibi_slopes`, what `score_mod` captures and a mask whose rows are not sharded are this rank's share: sum them
+        over the mesh.
     """
     return checked_attention(
         q, k, v, mesh, scheme, length, (cu_seqlens_q, cu_seqlens_k), return_lse, options, lambda: None
@@ -94,6 +97,7 @@ def checked_attention(
 ) -> torch.Tensor | AttentionState:
     """`attention` with a check of its caller, `refuse`: what it raises is told to all ranks, as any wrong argument."""
     ring, inner = ranks_of(mesh, scheme)
+    options = with_functions(options, q)
     groups, validate = (inner, ring), options.get("validate")
     cu_q, cu_k = (x if is_meta(x) else values_of("", x) for x in cu_seqlens)
     lengths = lengths_of(length, (cu_q, cu_k))
@@ -178,7 +182,7 @@ def _arguments(kind: Kind, cu_seqlens: tuple[Any, Any], options: dict[str, Any])
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
-    tensors = (q, k, v, *(extras[name] for name in EXTRAS))
+    tensors = (q, k, v, *(extras[name] for name in (*EXTRAS, *call.captured)))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return AttentionState(*Attention.apply(call, *tensors))
     return AttentionState(*forward(call, q, k, v, {name: x for name, x in extras.items() if x is not None})[:2])
@@ -222,6 +226,8 @@ def _over_heads(
         heads_of = parts if mask.shape[1] > 1 else [range(1)] * n
         mask = mask.expand(-1, -1, q_sizes[inner.rank], -1)
         head_extras["mask"] = ToHeads.apply(mask, Heads(inner, heads_of, q_sizes, 1, 2))
+    head_extras |= {name: extras[name] for name in call.captured}
+    call = replace(call, first_head=own_heads.start)
     out, lse = _over_ring(call, q, k, v, head_extras)
     out = ToTokens.apply(out, own)
     return AttentionState(out, ToTokens.apply(lse[..., None], own)[..., 0] if return_lse else lse)

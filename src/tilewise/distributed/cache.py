@@ -21,12 +21,14 @@ from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..kv_cache.checks import sequence_ids
 from .agreement import Kind, agreed, described
+from .arguments import functions_of, with_functions
 from .combine import combine, gathered
 from .layout import ranks_of
 
 # Options of `paged_attention` that do not work here: keys are this rank's alone, heads are those of all ranks.
 RULES = tuple(name for name in NO_RULES.options() if name != "causal")
-TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
+FUNCTIONS = ("score_mod", "mask_mod")
+TAKEN = (*RULES, *FUNCTIONS, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
 OPTIONS = ("sinks", "return_lse", *TAKEN)
 
 
@@ -193,6 +195,7 @@ class ShardedBatch:
             gather: q has this rank's share of the heads, as in tensor parallelism: rank 0 has the first H, and so on.
             sinks: `[H]`, of this rank's heads.
             alibi_slopes: of the heads of all ranks; only with `interleave=1`.
+            score_mod: of the heads of all ranks and positions in the whole sequence, as is `mask_mod`; likewise.
 
         The other options are `scale`, `window`, `chunk`, `softcap`, `split_size`, `allow_tf32`, `return_lse`, `backend`
         and `validate`. Ranks compare sizes and options as in `attention`.
@@ -229,6 +232,7 @@ def attend(
 ) -> Any:
     """`ShardedBatch.attend` of a batch that is found, and may be refused, with the other checks of the call."""
     ranks, validate = c.ranks, options.get("validate")
+    options = with_functions(options, q)
     if ranks.size > 1 and ranks.group is None:
         raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
     kind: Kind = ()
@@ -239,6 +243,7 @@ def attend(
 
     def check() -> tuple[ShardedBatch, dict[str, Any]]:
         _check_rows("q", q)
+        functions_of(options, q)
         _check_options(q, causal, c, options)
         return batch_of(), {name: x for name, x in options.items() if name in TAKEN}
 
@@ -277,8 +282,9 @@ def _check_options(q: torch.Tensor, causal: Any, c: ShardedKVCache, options: dic
         raise InvalidArgument("sinks", getattr(sinks, "shape", type(sinks).__name__), f"({heads},), of q's heads")
     if torch.is_grad_enabled() and q.requires_grad:
         raise InvalidArgument("q", "a tensor that requires grad", "one that does not", "a cache has no gradients")
-    if c.interleave > 1 and c.ranks.size > 1 and options.get("alibi_slopes") is not None:
-        raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
+    for name in ("alibi_slopes", *FUNCTIONS) if c.interleave > 1 and c.ranks.size > 1 else ():
+        if options.get(name) is not None:
+            raise InvalidArgument(name, "one over blocks of tokens", "none", "a cache with interleave=1 takes it")
     as_rules(Options(causal=causal, **{name: options[name] for name in RULES if name in options}))
 
 

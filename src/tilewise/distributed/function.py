@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..autograd import AttentionGradients
+from ..core.problem import CAPTURED, captured_number
 from ..errors import no_double_backward
 from .exchange import GradReturn, KVReceive, drained_on_error
 from .pair_call import Call, Unit, add_to_mask, documents, part_of_bias, rows
@@ -78,7 +79,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
-        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        present = {name: x for name, x in zip((*EXTRAS, *call.captured), extras, strict=True) if x is not None}
         out, lse, rounding = forward(call, q, k, v, present, exact=True)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse, rounding, *extras)
@@ -89,7 +90,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise no_double_backward()
-        names = ("q", "k", "v", *EXTRAS)
+        extra_names = (*EXTRAS, *ctx.call.captured)
+        names = ("q", "k", "v", *extra_names)
         q, k, v, out, lse, rounding, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
@@ -99,15 +101,18 @@ class Attention(torch.autograd.Function):
         elif rounding is not None:  # delta from the merged out before rounding: parts were rounded already
             correction = (dout.float() * (out.float() - rounding)).sum(-1)
             dlse = correction if dlse is None else dlse + correction
-        present = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        present = {name: x for name, x in zip(extra_names, extras, strict=True) if x is not None}
         grads = backward(ctx.call, (q, k, v, out, lse, dout, dlse), present, wanted)
         return (None, *(grads.get(name) for name in names))
 
 
 def _head_slices(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
-    """The slices of masks, sinks, slopes and indices for some heads."""
+    """The slices of masks, sinks, slopes and indices for some heads; captured tensors whole."""
     slices = {}
     for name, x in extras.items():
+        if captured_number(name) is not None:
+            slices[name] = x
+            continue
         dim = HEAD_DIMS.get(name, -1)
         lo, hi = kv if name == "key_indices" else heads
         has_heads = x.ndim >= (4 if name == "key_indices" else -dim) and x.shape[dim] > 1
@@ -132,7 +137,7 @@ def forward(
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 kv_cut = [call.cut(x, k_rows) for x in buffer]
-                part = call.forward(unit, call.cut(q, q_rows, heads), kv_cut, head_extras)
+                part = call.forward(unit, heads[0], call.cut(q, q_rows, heads), kv_cut, head_extras)
                 merged.add(q_rows, heads, part)
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
     if merged.once and [(which, heads) for which, heads, _ in merged.pending] == [everything]:
@@ -149,7 +154,9 @@ def backward(
     q, k, v, out, lse, dout, dlse = tensors
     inputs = {"q": q, "k": k, "v": v, **extras}
     results = {
-        name: torch.zeros(inputs[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
+        name: torch.zeros(inputs[name].shape, dtype=torch.float32, device=q.device)
+        for name in wanted
+        if name not in "qkv"
     }
     if "sinks" in wanted:
         results["sinks"] = _sink_grads(call, extras["sinks"], out, lse, dout, dlse)
@@ -161,13 +168,13 @@ def backward(
     with drained_on_error(returns), closing(receive_rounds(call, q, k, v)) as rounds:
         for kv, heads, round, units, buffer in rounds if grads else ():
             head_extras = _head_slices(part_extras, heads, kv)
-            extra_grads = _head_slices({name: results[name] for name in grads if name in EXTRAS}, heads, kv)
+            extra_grads = _head_slices({name: results[name] for name in grads if name not in "qkv"}, heads, kv)
             key_grads: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in kv_names}
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 q_cut, *cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
                 kv_cut = [call.cut(x, k_rows) for x in buffer]
-                part = call.backward(unit, (q_cut, *kv_cut, *cut), grads, head_extras)
+                part = call.backward(unit, heads[0], (q_cut, *kv_cut, *cut), grads, head_extras)
                 if part.dq is not None:
                     sums["q"].add(heads, q_rows, part.dq)
                 for name, x in (("k", part.dk), ("v", part.dv)):
@@ -208,12 +215,15 @@ def _round_grad(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.T
 
 
 def _add_extras(call: Call, totals: dict[str, torch.Tensor], part: AttentionGradients, unit: Unit) -> None:
-    """Adds a part's gradients of the mask, of biases and of slopes to `totals`."""
+    """Adds a part's gradients of the mask, of biases, of slopes and of captured tensors to `totals`."""
     if part.dmask is not None:
         add_to_mask(totals["mask"], part.dmask, unit)
     for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
         if x is not None:
             part_of_bias(name, totals[name], unit).add_(x)
+    for number, x in enumerate(part.dscore_mod or ()):
+        if (total := totals.get(f"{CAPTURED}{number}")) is not None and x is not None:
+            total.add_(x)
     slopes = totals.get("alibi_slopes")
     if slopes is not None and part.dalibi_slopes is not None:
         if call.packed and slopes.ndim == 2:

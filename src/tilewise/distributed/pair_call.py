@@ -11,6 +11,8 @@ import torch
 
 from ..api import attention, varlen_attention
 from ..autograd import AttentionGradients, attention_backward
+from ..core.expression.mods import Bound, Mods, placed
+from ..core.problem import CAPTURED
 from ..state import AttentionState
 from .layout import Ranks
 from .packing import Pass, packed_rounds
@@ -32,6 +34,13 @@ class Call:
     offsets: torch.Tensor | int  # the first query's position: for all, or `[B]`
     lengths: torch.Tensor | None  # dense calls: keys in use `[B]`
     device: torch.device
+    mods: Mods | None = None  # the functions of the user
+    first_head: int = 0  # of this rank, among the heads of all
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """The names of the tensors that the functions capture, among those passed separately."""
+        return () if self.mods is None else tuple(f"{CAPTURED}{n}" for n in range(len(self.mods.tensors)))
 
     @property
     def rounds(self) -> list[tuple[Round, tuple[Unit, ...]]]:
@@ -54,21 +63,23 @@ class Call:
                 x = x.narrow(dim, part[0], part[1] - part[0])
         return x
 
-    def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
-        """Runs one part. The tensors are sliced to its heads; q, k and v also to its rows."""
-        options = self.options | self._part_options(unit, extras)
+    def forward(self, unit: Unit, head: int, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
+        """Runs one part. The tensors are sliced to its heads, from `head` on; q, k and v also to its rows."""
+        options = self.options | self._part_options(unit, head, extras)
         tables = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")] if self.packed else []
         if "sinks" in extras:
             options["sinks"] = extras["sinks"]
         return (varlen_attention if self.packed else attention)(q, *kv, *tables, return_lse=True, **options)
 
-    def backward(self, unit: Unit, tensors: Any, grads: tuple[str, ...], extras: dict[str, Any]) -> AttentionGradients:
+    def backward(
+        self, unit: Unit, head: int, tensors: Any, grads: tuple[str, ...], extras: dict[str, Any]
+    ) -> AttentionGradients:
         q, k, v, out, lse, dout, dlse = tensors
         shared = {name: x for name, x in self.options.items() if name != "split_size"}
-        options = shared | self._part_options(unit, extras)
+        options = shared | self._part_options(unit, head, extras)
         return attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=grads, **options)
 
-    def _part_options(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
+    def _part_options(self, unit: Unit, head: int, extras: dict[str, Any]) -> dict[str, Any]:
         """The options of one part: rules with the positions of its rows, and its slices of masks and slopes."""
         options = self._pass_options(unit) if isinstance(unit, Pass) else self._pair_options(unit)
         if "mask" in extras:
@@ -79,11 +90,25 @@ class Call:
         if "alibi_slopes" in extras:
             slopes = extras["alibi_slopes"]
             options["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
+        if self.mods is not None:
+            mods = placed(self.mods, self.first_head + head, self.packed)
+            captured = tuple(extras[name] for name in self.captured)
+            if len(mods.tensors) > len(captured):
+                captured += (self._ints(documents(unit)),)
+            options["score_mod"] = Bound(mods, captured)
         return options
+
+    @property
+    def _by_position(self) -> bool:
+        """Whether parts need the positions of their keys, not only distances to queries."""
+        return self.task.rules.absolute or self.mods is not None
+
+    def _ints(self, values: Any) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def _pair_options(self, p: Pair) -> dict[str, Any]:
         options: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
-        if self.task.rules.absolute or p.step > 1:
+        if self._by_position or p.step > 1:
             options = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
         if p.full:
             return options
@@ -92,13 +117,11 @@ class Call:
         return options | self.task.rules.options()
 
     def _pass_options(self, p: Pass) -> dict[str, Any]:
-        def ints(values: Any) -> torch.Tensor:
-            return torch.tensor(list(values), dtype=torch.int32, device=self.device)
-
+        ints = self._ints
         starts = [(0, 0) if x is None else (self.task.places[x.doc][0][0] + x.qpos, x.kpos) for x in p.pairs]
         options: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k)}
         step = max(x.step for x in p.pairs if x)
-        if self.task.rules.absolute or step > 1:
+        if self._by_position or step > 1:
             options |= {"q_offset": ints(q for q, _ in starts), "k_start": ints(k for _, k in starts)}
             options |= {"k_stride": step, "q_stride": step}
         else:

@@ -11,11 +11,11 @@ import torch
 
 from ...errors import InvalidArgument
 from ..eager import eager_function
-from .build import const
+from .build import const, make
 from .captures import Captures
 from .derivative import derivatives
-from .node import Node, in_order, source
-from .text import from_text, renumbered, to_text
+from .node import Node, in_order, load, source
+from .text import from_text, rebuilt, renumbered, to_text
 from .trace import WORDS, trace
 
 MOST = 4096  # traces; they are forgotten when there are more
@@ -79,6 +79,20 @@ class Mods:
 @lru_cache(maxsize=MOST)
 def mods_of(text: str) -> Mods:
     return Mods(text)
+
+
+@lru_cache(maxsize=MOST)
+def placed(mods: Mods, first_head: int, rows: bool) -> Mods:
+    """The functions for a part of a call: heads from `first_head` on, and with `rows` for some of its sequences, whose
+    numbers are one more captured tensor, int32 `[B]`, if the functions depend on them.
+    """
+    roots = mods.score, mods.mask
+    used = frozenset().union(*(root.inputs for root in roots if root is not None))
+    tensors, new = list(mods.tensors), {source("h"): make("add", source("h"), first_head)}
+    if rows and "b" in used:
+        new[source("b")] = load(len(tensors), [source("b")], "int")
+        tensors.append(("int32", 1))
+    return mods_of(to_text((None if root is None else rebuilt(root, new) for root in roots), tensors))
 
 
 class Bound(NamedTuple):

@@ -78,13 +78,19 @@ def kind_of(dtype: str) -> Kind:
 
 def renumbered(root: Node, numbers: Mapping[int, int]) -> Node:
     """The graph with other numbers for its captured tensors."""
-    if all(old == new for old, new in numbers.items()):
-        return root
-    made: dict[Node, Node] = {}
+    return root if all(old == new for old, new in numbers.items()) else rebuilt(root, {}, numbers)
+
+
+def rebuilt(root: Node, new: Mapping[Node, Node], numbers: Mapping[int, int] | None = None) -> Node:
+    """The graph with nodes replaced, and with other numbers for its captured tensors."""
+    made = dict(new)
     for node in in_order(root):
+        if node in made:
+            continue
         args = tuple(made[x] if isinstance(x, Node) else x for x in node.args)
         if node.op == "load":
-            made[node] = load(numbers[int(args[0])], args[1:], node.kind)  # type: ignore[arg-type]
+            number = int(args[0])  # type: ignore[arg-type]
+            made[node] = load(number if numbers is None else numbers[number], args[1:], node.kind)  # type: ignore[arg-type]
         else:
             made[node] = make(node.op, *args) if node.op in OPERATIONS else node  # type: ignore[arg-type]
     return made[root]
