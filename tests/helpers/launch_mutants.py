@@ -13,6 +13,7 @@ import torch
 
 from launch_calls import changes, misaligned, repeats
 from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores, tensor_map
+from tilewise.backends.gpu.launch_program import LaunchProgram
 from tilewise.backends.hopper.bwd import launch as hopper_backward
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
@@ -116,10 +117,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("new rows of K and V swapped", "write, bf16", "write, int8")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(launch: Any, self: Any, addresses: list[int], stream: int | None = None) -> None:
-        launch(self, [addresses[1], addresses[0], *addresses[2:]], stream)
+    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
+        replay(self, [addresses[1], addresses[0], *addresses[2:]])
 
-    around(patch, kernel.CompiledLaunch, "__call__", wrong)
+    around(patch, LaunchProgram, "__call__", wrong)
 
 
 @mutant("the last pointers swapped", "merge", "triton, mask", "hopper, varlen")
@@ -128,7 +129,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
         *first, a, b = addresses
         launch(self, [*first, b, a], stream)
 
+    def wrong_program(replay: Any, self: Any, addresses: list[int]) -> None:
+        *first, a, b = addresses
+        replay(self, [*first, b, a])
+
     around(patch, kernel.CompiledLaunch, "__call__", wrong)
+    around(patch, LaunchProgram, "__call__", wrong_program)
 
 
 @mutant("the first call's mask", "triton backward, key indices", "triton backward, tree")
@@ -271,6 +277,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         init(self, compiled, (grid[0] + 1, grid[1]), *more)
 
     around(patch, kernel.CompiledLaunch, "__init__", wrong)
+    around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
 @mutant(
@@ -324,11 +331,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
-        self.ready = AnyKey()
+        self.ready = self.programs = AnyKey()
 
     for launcher in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append):
         around(patch, launcher, "__init__", wrong)
-    patch.setattr(merge, "_ready", AnyKey())
+    patch.setattr(merge, "_programs", AnyKey())
 
 
 def aligned_or_not(patch: pytest.MonkeyPatch) -> None:

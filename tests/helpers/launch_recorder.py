@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
-from tilewise.backends.gpu import kernel, semaphores
+from tilewise.backends.gpu import kernel, launch_program, semaphores
 from tilewise.backends.gpu.driver import CELLS, EARLY, CULaunchAttribute, CULaunchConfig
 from tilewise.backends.hopper.bwd import launch as hopper_backward
 from tilewise.backends.hopper.fwd import launch as hopper_prefill
@@ -388,13 +388,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
 
     assert not kernel.INTERPRETED
     monkeypatch.setattr(jit.KernelInterface, "__getitem__", getitem)
-    monkeypatch.setattr(kernel, "driver", lambda: made)
-    monkeypatch.setattr(kernel, "tensor_map_driver", lambda: made)
+    for module in (kernel, launch_program):
+        monkeypatch.setattr(module, "driver", lambda: made)
+        monkeypatch.setattr(module, "tensor_map_driver", lambda: made)
     monkeypatch.setattr(semaphores.Semaphores, "take", lambda self, device: take(self, GPU))
     monkeypatch.setattr(semaphores.Semaphores, "zeros", kept_zeros)
     monkeypatch.setattr(semaphores, "_kept", [])
     monkeypatch.setattr(semaphores, "Thread", NoThread)
-    monkeypatch.setattr(merge, "_ready", {})
+    monkeypatch.setattr(merge, "_programs", {})
     for by_plan in BY_PLAN:
         monkeypatch.setattr(by_plan, "kept", {})
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -91,7 +91,7 @@ def appended(dtype):
         ints = torch.empty(65, dtype=torch.int32, device="meta")
         table = torch.empty(64, 128, dtype=torch.int32, device="meta") if paged else None
         rows = torch.empty((1, 8, 64, D), dtype=torch.bfloat16, device="meta")
-        yield call.prepare(rows, rows, WriteSlots(ints[:64], ints, 64, True, table))
+        yield call.prepare(call.tensors(rows, rows, WriteSlots(ints[:64], ints, 64, True, table)), packed=True)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -131,6 +131,15 @@ class Kernel:
         self.function, self.constants, self.cuda = function, constants or {}, cuda
         self.options = OPTIONS | options
 
+    def arguments(self, given: Arguments) -> Arguments:
+        """All arguments of the kernel: those in `given`, and compile-time ones."""
+        given = given | self.constants
+        return {name: given[name] for name in self.function.arg_names}
+
+    def launch(self, grid: tuple[int, int], taken: Arguments) -> Any:
+        """Launches through Triton, which compiles if needed; returns the compiled kernel."""
+        return self.function[grid](**taken, **({} if INTERPRETED else self.options))
+
     def compile_and_launch(
         self, grid: tuple[int, int], given: Arguments, maps: dict[Any, TensorMap] | None = None
     ) -> CompiledLaunch | None:
@@ -148,6 +157,45 @@ class Kernel:
         if torch.version.cuda is None and self.cuda is None:
             return None
         return CompiledLaunch(compiled, grid, taken, self.cuda, {} if maps is None else maps)
+
+
+class KernelLaunch:
+    """A compiled kernel with all arguments in place, to be launched through the driver as Triton does, but without
+    inspecting each argument, most of which are compile-time ones.
+
+    `places` says where pointers and tensor maps are: `pointer(tensor)`, `tensor_map(descriptor, form)`.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, int], given: Arguments, places: Any) -> None:
+        meta = compiled.metadata
+        assert meta.num_ctas == 1
+        assert meta.global_scratch_size == meta.profile_scratch_size == 0
+        assert not meta.launch_cooperative_grid
+        self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first: two more arguments of every kernel, unused
+        forms = iter(getattr(meta, "tensordesc_meta", None) or ())
+        found: list[int] = []
+        for name, kind in compiled.src.signature.items():
+            if kind == "constexpr":
+                continue
+            if kind[0] == "*":
+                found.append(places.pointer(given[name]))
+                continue
+            if kind.startswith("tensordesc"):
+                like = given[name]
+                found.append(places.tensor_map(like, next(forms)))
+                cells = [*map(ctypes.c_int32, like.shape), *map(ctypes.c_int64, like.strides)]
+            else:
+                cells = [CELLS[kind](given[name])]
+            found += [ctypes.addressof(cell) for cell in cells]
+            self.cells += cells
+        nothing = ctypes.addressof(self.cells[0])
+        self.parameters = (ctypes.c_void_p * (len(found) + 2))(*found, nothing, nothing)
+        self.early = CULaunchAttribute(EARLY, 0, 1)
+        early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
+        self.config = CULaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
+        self.compiled = compiled  # keeps the code that is launched
+        config, parameters = ctypes.addressof(self.config), ctypes.addressof(self.parameters)
+        self.arguments = (config, compiled.function, parameters, None)
 
 
 class CompiledLaunch:

@@ -40,8 +40,8 @@ class Semaphores:
         return known
 
     def address(self, stream: int, device: torch.device) -> int:
-        """The address of the counters for a call on this stream, which is the current one and not capturing."""
-        known = self.by_stream.get(stream)
+        """The address of the counters for one call on this stream, the current one."""
+        known = None if torch._C._cuda_isCurrentStreamCapturing() else self.by_stream.get(stream)
         return (self.take(device) if known is None else known).data_ptr()
 
     def lasting(self, device: torch.device) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ rounded, and written with its scales. Divisions are correctly rounded, so that t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import triton
 
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import INTERPRETED, Arguments, CompiledLaunch, Kernel, stride_arguments
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
+from ..gpu.launch_program import LaunchProgram, Recorder, launch_and_record
 from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
 from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 
@@ -141,53 +143,47 @@ class Append:
             "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
             "V_KIND": v.format.name if v.format.is_quantised else "plain", "V_GROUP": v.format.group or 1,
         }  # fmt: skip
-        self.ready: dict[Any, CompiledLaunch] = {}
+        self.programs: dict[Any, LaunchProgram] = {}
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, slots: Any) -> None:
-        given = (
-            k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, slots.starts, slots.cu, slots.table,
-        )  # fmt: skip
+        given = self.tensors(k, v, slots)
         there = [x for x in given if x is not None]
-        batch = len(slots.starts)
         key = None
         if not INTERPRETED:
             addresses = [x.data_ptr() for x in there]
-            # A kernel that was compiled for aligned tensors can be launched by address for aligned ones.
-            if all(address % 16 == 0 for address in addresses) and torch.cuda.current_device() == k.device.index:
+            if is_aligned(addresses, k.device):
                 key = (
-                    k.dtype, v.dtype, k.stride(), v.stride(), batch, slots.tokens, slots.packed,
+                    k.dtype, v.dtype, k.stride(), v.stride(), len(slots.starts), slots.tokens, slots.packed,
                     None if slots.table is None else slots.table.stride(0),
                 )  # fmt: skip
-                if (ready := self.ready.get(key)) is not None:
-                    ready(addresses)
+                if (program := self.programs.get(key)) is not None:
+                    program(addresses)
                     return
-        kernel, arguments = self.prepare(k, v, slots)
-        grid = (slots.tokens, self.heads)
-        if INTERPRETED:
-            kernel.compile_and_launch(grid, arguments)
-            return
-        with torch.cuda.device(k.device):
-            ready = kernel.compile_and_launch(grid, arguments)
-        if key is not None and ready is not None:
-            if len(self.ready) >= 4096:
-                self.ready.clear()
-            self.ready[key] = ready
 
-    def prepare(self, k: torch.Tensor, v: torch.Tensor, slots: Any) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel and its arguments."""
-        batch = len(slots.starts)
+        def launch(r: Recorder, own: list[torch.Tensor]) -> None:
+            tensors = iter(own)
+            kernel, arguments = self.prepare([None if x is None else next(tensors) for x in given], slots.packed)
+            r.launch(kernel, (slots.tokens, self.heads), arguments)
+
+        launch_and_record(launch, there, self.programs, key)
+
+    def tensors(self, k: torch.Tensor, v: torch.Tensor, slots: Any) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that the kernel takes, in its order."""
+        return k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, slots.starts, slots.cu, slots.table
+
+    def prepare(self, tensors: Sequence[Any], packed: bool) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel and its arguments; `tensors` are those that it takes, None where there is none."""
+        k, v, *_, starts, _, table = tensors
+        batch = len(starts)
         kernel = Kernel(
             append,
             {
-                **self.constants, "STEPS": max(1, (batch - 1).bit_length()), "PACKED": slots.packed,
-                "PAGED": slots.table is not None,
+                **self.constants, "STEPS": max(1, (batch - 1).bit_length()), "PACKED": packed,
+                "PAGED": table is not None,
             },
             num_warps=1 if max(self.constants["W"], self.constants["WV"]) <= 128 else 4,
         )  # fmt: skip
         names = ("K", "V", "K_TO", "V_TO", "K_SCALES", "V_SCALES", "STARTS", "CU", "TABLE")
-        tensors = (k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, slots.starts, slots.cu, slots.table)
         arguments = dict(zip(names, tensors, strict=True)) | self.sizes
         arguments |= stride_arguments("k", "bhl", k) | stride_arguments("v", "bhl", v)
-        arguments["batch"] = batch
-        arguments["table_b"] = 0 if slots.table is None else slots.table.stride(0)
-        return kernel, arguments
+        return kernel, arguments | {"batch": batch, "table_b": 0 if table is None else table.stride(0)}

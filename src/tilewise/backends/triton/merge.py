@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ import triton.language as tl
 import triton
 
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import CompiledLaunch, Kernel, is_aligned
+from ..gpu.kernel import Kernel, is_aligned
+from ..gpu.launch_program import LaunchProgram, Recorder, launch_and_record
 
 MOST = 8
 ELEMENTS = 1024  # of a block (h200 28)
@@ -133,9 +133,7 @@ def prepare(
     return kernel, (-(-count // BR), 1), given | {"rows": rows, "total_rows": count}
 
 
-# Launches by shapes and strides, with the indices of their pointers
-_ready: dict[Any, tuple[CompiledLaunch, list[int]]] = {}
-MOST_READY = 1024
+_programs: dict[Any, LaunchProgram] = {}  # by shapes and strides
 
 
 def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
@@ -145,19 +143,17 @@ def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: 
     key = None
     if out.is_cuda and is_aligned(addresses, out.device):
         key = (lse is None, *[(x.shape, x.stride(), x.dtype) for x in tensors], out.device)
-        if (known := _ready.get(key)) is not None:
-            ready, places = known
-            ready([addresses[i] for i in places], torch._C._cuda_getCurrentRawStream(out.device.index))
+        if (program := _programs.get(key)) is not None:
+            program(addresses)
             return True
-    made = prepare(outs, lses, out, lse)
-    if made is None:
+    if prepare(outs, lses, out, lse) is None:
         return False
-    kernel, grid, given = made
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        first = kernel.compile_and_launch(grid, given)
-    if key is not None and first is not None:
-        if len(_ready) >= MOST_READY:
-            _ready.clear()
-        at = {id(x): i for i, x in enumerate(tensors)}
-        _ready[key] = first, [at[id(given[name])] for name in first.pointers]
+
+    def launch(r: Recorder, own: list[torch.Tensor]) -> None:
+        n = len(outs)
+        made = prepare(own[:n], (), own[-1], None) if lse is None else prepare(own[:n], own[n:-2], *own[-2:])
+        assert made is not None
+        r.launch(*made)
+
+    launch_and_record(launch, tensors, _programs, key)
     return True
