@@ -102,11 +102,18 @@ def _cpu() -> dict[str, Any]:
         "name": machine.cpu_name(),
         "cores": cores,
         "threads": torch.get_num_threads(),
+        "run_by": guarded(_threads),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
         "vector_floats": guarded(machine.vector_width),
         "last_cache_mib": machine.last_cache() // 2**20,
         "memory_available_gib": round(machine.memory_available() / 2**30, 1),
     }
+
+
+def _threads() -> str:
+    from ..backends.cpu.threads import describe
+
+    return describe()
 
 
 def _gpus() -> dict[str, Any]:

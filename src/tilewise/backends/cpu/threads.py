@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core import forks
 from . import compiler
-from .openmp import PARALLEL, find_parallel
+from .openmp import PARALLEL, find_parallel, mapped_runtimes
 from .params import CACHE_LINE, Task, Team
 
 MOST_KEPT = 64 * 2**20  # bytes of scratch memory; more is freed by the thread's next call
@@ -158,6 +158,15 @@ class Pool:
                 started.pop()
             except KeyboardInterrupt as error:
                 self.error = error
+
+
+def describe() -> str:
+    """Which threads run kernels, for people."""
+    runtimes, own = mapped_runtimes(ctypes.cast(pool.parallel, ctypes.c_void_p).value or 0 if pool.parallel else 0)
+    mapped = f"{len(runtimes)} OpenMP runtime{'s' * (len(runtimes) != 1)} mapped"
+    if pool.parallel is None:
+        return f"tilewise's own: torch's OpenMP runtime was not found, or is lost by a fork; {mapped}"
+    return f"torch's, of {own}; {mapped}"
 
 
 @cache
