@@ -87,6 +87,13 @@ def no_mods(problem: Problem) -> str | None:
     return None if problem.mods is None else f"it has no {problem.mods.words} yet"
 
 
+def no_mods_by_tree(problem: Problem) -> str | None:
+    """The refusal of a backend whose functions are given the numbers of keys, not a tree's positions."""
+    if problem.mods is None or not problem.positions:
+        return None
+    return f"it has no {problem.mods.words} by positions of a tree"
+
+
 def no_selection(problem: Problem) -> str | None:
     """The refusal of a backend without key and block indices; None if the problem has none."""
     s = problem.selection

@@ -15,7 +15,15 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, no_mods, other_formats
+from ...core.problem import (
+    CascadeProblem,
+    Problem,
+    WriteProblem,
+    no_alibi_by_tree,
+    no_mods,
+    no_mods_by_tree,
+    other_formats,
+)
 from ...core.tensors import BackwardTensors, SharedPrefix, Tensors
 
 
@@ -26,7 +34,7 @@ def supports(problem: Problem | WriteProblem) -> str | None:
 
     if (reason := other_formats(problem, STORED)) is not None or isinstance(problem, WriteProblem):
         return reason
-    return no_alibi_by_tree(problem) or no_mods(problem)
+    return no_alibi_by_tree(problem) or no_mods_by_tree(problem)
 
 
 supports_write = supports
@@ -72,7 +80,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem)
+    return supports(problem) or no_mods(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:
@@ -134,6 +142,7 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
         or p.biased
         or p.sinks
         or p.selection
+        or p.mods is not None
         or p.k_shared_dim
         or p.rules.q_offset == "rows"
     ):

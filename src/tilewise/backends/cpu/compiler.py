@@ -24,8 +24,8 @@ from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni
 from .kernel_cache import CachedKernel, cache_directory, file_lock
-from .linker import Kernel, link
-from .object_code import emit_object, signature
+from .linker import Kernel, link, load
+from .object_code import emit_module, emit_object, signature
 
 _lock = threading.RLock()
 _kernels: dict[str, Kernel] = {}
@@ -44,6 +44,19 @@ def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void
         code = emit_object(fn, name, result)
         cached.save(key, code)
         return link(code, name)
+
+
+def compile_module(build: Callable[[Any, str], None], name: str, stamp: str) -> Any:
+    """The engine of the C function `name` that `build(module, name)` prints, compiled or taken from disk by `stamp`."""
+    cached = CachedKernel(name, stamp)
+    key = cached.key("module", cpu_target.target_context.codegen().magic_tuple())
+    if (engine := cached.load(key, load)) is None:
+        with file_lock(cached.file(key)):
+            if (engine := cached.load(key, load)) is None:
+                code = emit_module(build, name)
+                cached.save(key, code)
+                engine = load(code)
+    return engine
 
 
 @cache

@@ -40,7 +40,9 @@ STALE = 3600  # seconds after which a file that was never put in place is remove
 # No link is followed, a pipe that nobody writes to is not waited for, and on Windows bytes stay as they are.
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
-CORE_SOURCES = ("large_lse.py", "mask_rules.py", "storage.py")  # files of `core` with constants of kernels
+# files of `core` with constants of kernels, and those that make the nodes of an expression from its text
+EXPRESSION = tuple(f"expression/{name}.py" for name in ("build", "derivative", "mods", "node", "text"))
+CORE_SOURCES = ("large_lse.py", "mask_rules.py", "storage.py", *EXPRESSION)
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 

@@ -44,8 +44,8 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def link(code: bytes, name: str) -> Kernel:
-    """Loads an object file in an engine of its own, which is freed with the entry."""
+def load(code: bytes) -> Any:
+    """An engine with the code of an object file, which is freed with it."""
     _initialize()
     triple = llvm.get_process_triple()
     target = llvm.Target.from_triple(triple).create_target_machine(codemodel="jitdefault", jit=True)
@@ -55,6 +55,12 @@ def link(code: bytes, name: str) -> Kernel:
     engine = llvm.create_mcjit_compiler(empty, target, use_lmm=machine() == "aarch64")
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
+    return engine
+
+
+def link(code: bytes, name: str) -> Kernel:
+    """Loads an object file in an engine of its own, which is freed with the entry."""
+    engine = load(code)
     method = MethodDef(name.encode(), engine.get_function_address(name + ENTRY), METH_FASTCALL, None)
     new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
         ("PyCFunction_NewEx", ctypes.pythonapi)

@@ -9,6 +9,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
 
@@ -37,6 +38,19 @@ def emit_object(fn: Callable[..., Any], name: str, result: Any = types.void) -> 
             value.linkage = "private"
     module.verify()
     return library.codegen._tm.emit_object(module)
+
+
+def emit_module(build: Callable[[ir.Module, str], None], name: str) -> bytes:
+    """An object file of the LLVM module that `build` fills: the C function `name`."""
+    codegen = cpu_target.target_context.codegen()
+    module = codegen._create_empty_module(name)
+    build(module, name)
+    with global_compiler_lock:
+        library = codegen.create_library(name)
+        library._final_module.link_in(llvm.parse_assembly(str(module)))
+        library._optimize_final_module()
+        library._final_module.verify()
+        return codegen._tm.emit_object(library._final_module)
 
 
 def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:

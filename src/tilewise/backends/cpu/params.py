@@ -83,6 +83,10 @@ class Params(ctypes.Structure):
         # Tiles and work items. split_few: only sequences that decode are split
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
         *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`
+        # Functions of the user (`mods.py`): kernels, whether there is a score_mod and a mask_mod, the table of captured
+        # tensors, and the states of mask_mod's tiles (tile_rows x tile_keys)
+        *fields("mod_columns mod_rows mod_scores mod_masks captured"),
+        *fields(tensor("mod_states", "bhqk")),
         *fields("work_items partials threads"),
         # If each call lists its own work items: the kernel for it, the most items; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),

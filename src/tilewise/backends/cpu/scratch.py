@@ -27,16 +27,16 @@ GROUPS = 18  # most scales of a row
 HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
 Scratch = namedtuple(
     "Scratch",
-    "acc k_table v_table k_next v_next next_count k_scales v_scales m l alpha slopes lo hi positions some_lo some_hi "
-    "all_lo all_hi mask_rows mask_columns states selected selected_order selected_count done downscaled row_sums "
-    "q s keys values packed nonfinite weights",
+    "acc k_table v_table k_next v_next next_count k_scales v_scales m l alpha slopes lo hi positions heads some_lo "
+    "some_hi all_lo all_hi mask_rows mask_columns states mod_state selected selected_order selected_count done "
+    "downscaled row_sums q s keys values packed nonfinite weights",
 )
 AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
-    "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "selected entries unselected distances slope_sums q_rows dout_rows q dout s ds dcap keys finite_keys values dk dv "
-    "block_dk block_dv",
+    "table m l slopes lo hi positions heads some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns "
+    "states mod_state selected entries unselected distances slope_sums before q_rows dout_rows q dout s ds dcap keys "
+    "finite_keys values dk dv block_dk block_dv",
 )
 
 
@@ -75,6 +75,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         lo=each_row,  # key spans
         hi=each_row,
         positions=each_row,  # of queries
+        heads=each_row,  # likewise
         some_lo=each_row,  # keys that any row of a block of ROWS sees
         some_hi=each_row,
         all_lo=each_row,  # keys that all rows of a vector see
@@ -82,6 +83,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         mask_rows=4 * W * keys,  # [W, keys], of one vector of query rows
         mask_columns=4 * W * keys,  # [keys, W]
         states=8 * heads,  # of the mask's tile
+        mod_state=WORD,  # of mask_mod's tile
         selected=SELECTED_BYTES * selected,  # selected keys: see `mainloop/selected_keys.py`
         selected_order=4 * selected,
         selected_count=WORD,
@@ -112,6 +114,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, s
         lo=each_row,
         hi=each_row,
         positions=each_row,
+        heads=each_row,
         some_lo=each_row,
         some_hi=each_row,
         all_lo=each_row,
@@ -121,11 +124,13 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, s
         mask_rows=4 * W * (keys + W),
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
+        mod_state=WORD,
         selected=selected * SELECTED_BYTES * keys,  # see `mainloop/backward_selected.py`, as the next two
         entries=selected * 4 * keys,
         unselected=selected * cells,  # [vectors of rows, keys, W]
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
+        before=4 * W * (keys + W),  # scores of a vector of rows as score_mod is given them
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
         dout_rows=each_row * (Dv + W),
         q=each_row * D,  # [panels, D, PANEL]

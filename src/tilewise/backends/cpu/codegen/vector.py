@@ -20,7 +20,7 @@ from ..isa import cpu_features, host_width
 from .formats import DECODE, Lanes
 
 Value = Any  # of LLVM
-F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
+F32, F16, I1, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (1, 8, 16, 32, 64))
 TYPES = {"i": types.int64, "f": types.float32, "": types.void}
 W = host_width()
 REGISTERS = 32 if W == 16 or W == 4 else 16  # AVX-512 and NEON have 32
@@ -122,10 +122,10 @@ class Emit:
 
     # Arithmetic
 
-    def call(self, name: str, *args: Value) -> Value:
-        """An LLVM intrinsic over vectors (or scalars) of one type."""
+    def call(self, name: str, *args: Value, suffix: str = "") -> Value:
+        """An LLVM intrinsic over vectors (or scalars) of one type; `suffix` names it unless it is of float32."""
         kind = args[0].type
-        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        suffix = suffix or (f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32")
         function = ir.FunctionType(kind, [kind] * len(args))
         return self.builder.call(
             cgutils.get_or_insert_function(self.builder.module, function, f"llvm.{name}.{suffix}"), args

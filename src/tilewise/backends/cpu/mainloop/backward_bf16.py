@@ -127,7 +127,7 @@ def cells_bf16(p, t, tile, R, ld, count):
     no float32 tile is stored. False for other scores.
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
-    if not scale_in_softmax(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
+    if not scale_in_softmax(p) or p.mod_columns != 0 or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
         return False
     if has_several_lists(p, tile):
         return False

@@ -44,11 +44,11 @@ def init_tile_rows(p, g, t, tile, R):
             lse = get_f32(lses + token * p.lse_l)
             if lo >= hi or abs(lse) == INF:
                 lo, hi = ZERO, ZERO
-            set_row(t, h * n + i, lo, hi, from_first_key(positions, tile.row + i), slope)
+            set_row(t, h * n + i, lo, hi, from_first_key(positions, tile.row + i), slope, head)
             put_f32(t.m + 4 * (h * n + i), lse)
             put_f32(t.l + 4 * (h * n + i), get_f32(deltas + token * g.delta_l))
     for r in range(R, up(R, PANEL)):
-        set_row(t, r, ZERO, ZERO, ZERO, F(0))
+        set_row(t, r, ZERO, ZERO, ZERO, F(0), tile.head * group)
     list_spans(t, up(R, PANEL))
 
 

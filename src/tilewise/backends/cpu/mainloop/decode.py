@@ -39,7 +39,8 @@ from .decode_products import (
     value_distance,
 )
 from .decode_softmax import online_softmax
-from .mask import has_bias, has_bias_or_tree, read_states
+from .mask import SKIP, has_bias, has_bias_or_tree, read_states
+from .mods import mod_state
 from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import init_rows
 from .selected_keys import first_key, list_selected, selected_list
@@ -70,7 +71,7 @@ def decode(params, scratch, address):
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     by_matrix = p.matrix_qk != 0 and (p.bf16_dot != 0 or R >= LEAST_MATRIX_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
-    batched = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised)
+    batched = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_matrix or quantised or p.mod_rows)
     first, last = ZERO, ZERO
     list_selected(p, shared, item)  # the same for all heads of a batch
     for n in range(p.head_batch):
@@ -98,6 +99,12 @@ def decode(params, scratch, address):
             for n in range(p.head_batch):
                 item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
                 unmasked, skipped = read_states(p, item, t.states, tile, max(end, min(tile + BK, kv_len)))
+                if p.mod_scores or p.mod_masks:
+                    state = mod_state(p, item, origin, end)
+                    put_i64(t.mod_state, state)
+                    skipped |= state == SKIP
+                    # Scales in hidden cells must not decide how others are multiplied, nor the tile's state.
+                    unmasked &= not (p.mod_masks and quantised)
                 if not skipped:
                     unmasked &= all_see(t, R, origin, end)
                     at = kv_location(p, item, kv_start, selected_list(p, t))
@@ -172,7 +179,8 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_matrix):
     multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, k_distance, tiled)
 
     for r in range(R):
-        online_softmax(p, t, item, r, origin, count, Dv)
+        if online_softmax(p, t, item, r, origin, count, Dv):
+            unmasked, tiled = False, ZERO
 
     pv, width, v_distance, scaled, nonfinite = p.pv, p.value_dim, value_distance(p), dtypes.is_quantised(v.dtype), False
     if p.pv == 0 and p.v_row == 0 and unmasked and p.qk == 0 and p.value_dim == Dv:  # V is in K's converted rows

@@ -13,6 +13,7 @@ from ..codegen.vector import W
 from ..kv_access import affine
 from ..scratch import SCORES
 from .mask import BIASES, FULL, MASKS, SKIP, has_bias_or_tree, last_parts, list_added
+from .mods import mods_apply, mods_row
 from .nonfinite import DOWNSCALE, is_downscaled
 from .score_mod import alibi_row, alibi_strided, bias_cells
 from .scores import scale_scores, softmax_scale
@@ -49,15 +50,18 @@ def alibi_cells(p, t, item, r, row, origin, count):
 
 @jit
 def online_softmax(p, t, item, r, origin, count, Dv):
-    """Turns one row of scores over `count` keys from `origin` on into softmax weights; rescales the accumulator."""
+    """Turns one row of scores over `count` keys from `origin` on into softmax weights; rescales the accumulator.
+
+    Returns whether a function of the user hides a cell of it.
+    """
     row, m, l = t.s + 4 * r * SCORES, t.m + 4 * r, t.l + 4 * r
     lo, hi = max(get_i32(t.lo + 4 * r) - origin, 0), min(get_i32(t.hi + 4 * r) - origin, count)
     g = r // item.rows
     state = get_i64(t.states + 8 * g)
     if lo >= hi or state == SKIP:
         fill(row, ZERO, count, F(0))
-        return
-    vectors = up(count, W) // W
+        return False
+    vectors, keep, hides = up(count, W) // W, False, False
     scale_scores(p, row, W_, vectors)
     if p.slopes:
         alibi_cells(p, t, item, r, row, origin, count)
@@ -69,6 +73,9 @@ def online_softmax(p, t, item, r, origin, count, Dv):
             bias_cells(row, W, vectors, t.mask_rows)
         list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, selected_list(p, t), last)
         bias_cells(row, W, vectors, t.mask_rows)
+        keep = True
+    if (p.mod_scores or p.mod_masks) and mods_apply(p, get_i64(t.mod_state)):
+        hides = mods_row(p, t, item, r, row, origin, vectors, keep)
     fill(row, ZERO, lo, -INF)
     fill(row, hi, vectors * W, -INF)
 
@@ -79,7 +86,7 @@ def online_softmax(p, t, item, r, origin, count, Dv):
             put_f32(m, F(0))
             put_f32(l, F(math.nan))
         fill(row, ZERO, count, F(0))
-        return
+        return hides
     total = exp_row(row, vectors, softmax_scale(p) * F(LOG2E), new)
     alpha = F(math.exp((old - new) * softmax_scale(p)))
     put_f32(m, new)
@@ -88,3 +95,4 @@ def online_softmax(p, t, item, r, origin, count, Dv):
         row_scale(t.acc + 4 * r * Dv, Dv, alpha)
     if is_downscaled(t):
         row_scale(row, vectors * W, DOWNSCALE)
+    return hides

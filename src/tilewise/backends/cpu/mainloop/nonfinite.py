@@ -55,6 +55,8 @@ def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, r
             if not sees(p, t, item, r, origin + j):
                 continue
             weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
+            if p.mod_columns and weight == F(0):  # a function hides it
+                continue
             for d in range(width):
                 value = get_f32(t.nonfinite + 4 * (j * width + d))
                 if value != F(0):

@@ -42,9 +42,9 @@ def init_rows(p, t, item, count, Dv):
                 first, last = min(first, lo), max(last, hi)
             else:
                 lo, hi = types.int64(0), types.int64(0)
-            set_row(t, g * n + i, lo, hi, from_first_key(positions, item.row + i), slope)
+            set_row(t, g * n + i, lo, hi, from_first_key(positions, item.row + i), slope, item.head * group + g)
     for r in range(group * n, count):
-        set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
+        set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0), item.head * group)
     clear(t.acc, count * Dv)
     return first, last, unmasked
 
@@ -56,11 +56,12 @@ def from_first_key(positions, row):
 
 
 @jit
-def set_row(t, r, lo, hi, position, slope):
-    """Initialises row r: its key span [lo, hi), position and ALiBi slope; m = -inf, l = 0."""
+def set_row(t, r, lo, hi, position, slope, head):
+    """Initialises row r: its key span [lo, hi), position, ALiBi slope and query head; m = -inf, l = 0."""
     put_i32(t.lo + 4 * r, types.int32(lo))
     put_i32(t.hi + 4 * r, types.int32(hi))
     put_i32(t.positions + 4 * r, types.int32(position))
+    put_i32(t.heads + 4 * r, types.int32(head))
     put_f32(t.slopes + 4 * r, slope)
     put_f32(t.m + 4 * r, -INF)
     put_f32(t.l + 4 * r, F(0))

@@ -9,23 +9,8 @@ import math
 
 from llvmlite import ir
 
+from ..codegen.functions import tanh
 from ..codegen.vector import F32, I32, Emit, Value, W, microkernel
-from .softmax import LOG2E
-
-# tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
-TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
-
-
-def _tanh(e: Emit, x: Value) -> Value:
-    """A polynomial near 0, else 1 - 2 / (e^2x + 1), which is accurate there."""
-    b = e.builder
-    square = b.fmul(x, x)
-    near = e.fma(b.fmul(e.polynomial(TANH, square), square), x, x)
-    size = e.call("fabs", x)
-    grown = e.exp2(b.fmul(e.call("minnum", size, e.f32s(10.0)), e.f32s(2 * LOG2E)))
-    far = b.fsub(e.f32s(1.0), b.fdiv(e.f32s(2.0), b.fadd(grown, e.f32s(1.0))))
-    value = b.select(b.fcmp_ordered("<", size, e.f32s(0.625)), near, e.call("copysign", far, x))
-    return b.select(b.fcmp_unordered("uno", x, x), x, value)
 
 
 @microkernel("iiiff")
@@ -35,7 +20,7 @@ def softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, c
     factor, cap = e.splat(factor), e.splat(cap)
     with e.loop(count) as i:
         at = b.mul(i, step)
-        e.store(b.fmul(_tanh(e, b.fmul(e.load(s, at), factor)), cap), s, at)
+        e.store(b.fmul(tanh(e, b.fmul(e.load(s, at), factor)), cap), s, at)
 
 
 @microkernel("iiiff")
@@ -51,7 +36,7 @@ def large_softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Va
         score = e.load(s, at)
         x = b.fmul(score, factor)
         small = b.fcmp_ordered("<", e.call("fabs", x), e.f32s(2.0**-13))  # tanh x is x to the last digit
-        e.store(b.select(small, score, b.fmul(_tanh(e, x), cap)), s, at)
+        e.store(b.select(small, score, b.fmul(tanh(e, x), cap)), s, at)
 
 
 @microkernel("iiif")

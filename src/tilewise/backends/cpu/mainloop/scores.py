@@ -13,6 +13,7 @@ from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from .mask import BIASES, FULL, MASKS, has_bias, has_bias_or_tree, last_parts, list_added
+from .mods import mods_apply, mods_columns, scale_in_mods
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
 from .selected_keys import selected_key, selected_list
@@ -35,7 +36,7 @@ def scale_scores(p, s, step, count):
         else:  # the product may overflow float32
             scale_cells(s, step, count, scale)
             large_softcap_cells(s, step, count, F(1) / cap, cap)
-    elif not scale_in_softmax(p):
+    elif not scale_in_softmax(p) and not scale_in_mods(p):
         scale_cells(s, step, count, scale)
 
 
@@ -43,7 +44,7 @@ def scale_scores(p, s, step, count):
 def scale_in_softmax(p):
     """Whether scores stay dot products, which the softmax scales."""
     biased = (p.mask != 0 and p.mask_dtype != dtypes.BOOL) or has_bias(p)
-    return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
+    return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased or p.mod_scores)
 
 
 @jit
@@ -103,7 +104,7 @@ def apply_score_mods(p, t, item, s, step, first, R, key, count):
 
 @jit
 def bias_scores(p, t, item, s, step, first, R, key, count):
-    """The steps after scale and softcap: ALiBi, masks, hidden keys. Returns whether a cell may be hidden."""
+    """The steps after scale and softcap: ALiBi, masks, functions, hidden keys. Returns whether a cell may be hidden."""
     hiding = False
     if p.slopes:
         stride = affine(p, item.b, ZERO).k_stride
@@ -121,6 +122,9 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
         if mask_columns(p, t, item, first, R, key, count, last):
             bias_cells(s, step, count, t.mask_columns)
             hiding = True
+    if (p.mod_scores or p.mod_masks) and mods_apply(p, get_i64(t.mod_state)):
+        mods_columns(p, t, item, s, step, first, key, count, hiding)
+        hiding = True
     if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:
         hide_column(s, step, count, t.lo + 4 * first, t.hi + 4 * first, key)
         hiding = True

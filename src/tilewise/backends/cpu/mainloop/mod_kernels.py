@@ -1,0 +1,81 @@
+"""The kernels of an expression (`core/expression`): C functions of int64 that mainloops call for each tile of scores.
+
+`columns`: W query rows of one vector, `count` keys `step` floats apart. `rows`: one query row, `count` vectors of keys.
+Arguments that they share: the batch row, the query head or heads, positions of queries as their distance from the first
+key, the first key, `k_start` and `k_stride`, the table of captured tensors (`mods.py`), the factor of scores as bits of
+a float32, and whether a score of -inf is hidden already.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from ....core.expression.mods import Mods
+from ....core.expression.node import Node, source
+from ..codegen.expression import Printer
+from ..codegen.vector import F32, I1, I32, Emit, Value, W
+
+ARGUMENTS = {
+    "columns": "s step count b heads positions key k_start k_stride table factor keep",
+    "rows": "s count b head position key k_start k_stride table factor keep",
+}
+
+
+def early(node: Node) -> bool:
+    """Whether a value is the same for all keys of a row."""
+    return not node.inputs & {"k", "s"}
+
+
+def floats_of_bits(e: Emit, bits: Value) -> Value:
+    return e.splat(e.builder.bitcast(e.builder.trunc(bits, I32), F32))
+
+
+def _results(e: Emit, mods: Mods, printer: Printer, score: Value, keep: Value) -> Value:
+    """What the functions make of scores of the bound indices."""
+    b = e.builder
+    printer.bind(source("s"), score)
+    printer.print([x for x in (mods.score, mods.mask) if x is not None])
+    result = score if mods.score is None else printer.vector(mods.score)
+    if mods.score is not None:
+        hidden = b.and_(b.fcmp_ordered("==", score, e.f32s(-math.inf)), keep)
+        result = b.select(hidden, e.f32s(-math.inf), result)
+    return result if mods.mask is None else b.select(printer.vector(mods.mask), result, e.f32s(-math.inf))
+
+
+def columns(e: Emit, mods: Mods, wide: bool, s: Value, step: Value, count: Value, batch: Value, heads: Value,
+            positions: Value, key: Value, k_start: Value, k_stride: Value, table: Value, factor: Value,
+            keep: Value) -> None:  # fmt: skip
+    b, printer = e.builder, Printer(e, table, mods.tensors, "q", wide)
+    start, stride, first = (b.trunc(x, I32) for x in (k_start, k_stride, key))
+    printer.bind(source("b"), b.trunc(batch, I32))
+    printer.bind(source("h"), e.load_i32(heads))
+    printer.bind(source("q"), b.add(e.load_i32(positions), e.splat_i32(start)))
+    printer.print([x for x in (mods.score, mods.mask) if x is not None], early)
+    scale, kept = floats_of_bits(e, factor), printer.spread(b.trunc(keep, I1))
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        printer.bind(source("k"), b.add(start, b.mul(stride, b.add(first, b.trunc(j, I32)))))
+        e.store(_results(e, mods, printer, b.fmul(e.load(s, at), scale), kept), s, at)
+
+
+def rows(e: Emit, mods: Mods, wide: bool, s: Value, count: Value, batch: Value, head: Value, position: Value,
+         key: Value, k_start: Value, k_stride: Value, table: Value, factor: Value, keep: Value) -> None:  # fmt: skip
+    b, printer = e.builder, Printer(e, table, mods.tensors, "k", wide)
+    start, stride, first = (b.trunc(x, I32) for x in (k_start, k_stride, key))
+    printer.bind(source("b"), b.trunc(batch, I32))
+    printer.bind(source("h"), b.trunc(head, I32))
+    printer.bind(source("q"), b.add(b.trunc(position, I32), start))
+    printer.print([x for x in (mods.score, mods.mask) if x is not None], early)
+    scale, kept = floats_of_bits(e, factor), printer.spread(b.trunc(keep, I1))
+    lanes = b.mul(e.splat_i32(stride), ir.Constant(e.vector(I32), list(range(W))))
+    with e.loop(count) as i:
+        at = b.mul(i, e.i64(W))
+        here = b.add(start, b.mul(stride, b.add(first, b.trunc(at, I32))))
+        printer.bind(source("k"), b.add(e.splat_i32(here), lanes))
+        e.store(_results(e, mods, printer, b.fmul(e.load(s, at), scale), kept), s, at)
+
+
+KERNELS: dict[str, Any] = {"columns": columns, "rows": rows}
