@@ -52,14 +52,15 @@ def merge_into(states: Sequence[AttentionState], merged: AttentionState) -> None
         top = torch.maximum(top, lse.float())
     base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
     taken = base == torch.inf  # a sink of +inf has taken all weight
-    total = torch.zeros_like(base)
-    mixed = torch.zeros_like(merged.out, dtype=torch.float32)
-    for out, lse in states:
-        weight = torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp())  # [...], 1 for the largest
-        total += weight
-        mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
+    # [...], 1 for the largest
+    weights = [torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp()) for _, lse in states]
+    total = torch.stack(weights).sum(0)
     total = torch.where(total == 0, 1.0, total)
-    merged.out.copy_(mixed / total[..., None])
+    mixed = torch.zeros_like(merged.out, dtype=torch.float32)
+    for (out, _), weight in zip(states, weights, strict=True):  # shares that add up to 1: no sum of large values
+        share = (weight / total)[..., None]
+        mixed += torch.where(share == 0, 0.0, out.float() * share)
+    merged.out.copy_(mixed)
     merged.lse.copy_(top + total.log())
 
 

@@ -198,6 +198,11 @@ def shifted(x):
     return flat.copy_(x)
 
 
+def negated_in_place(x):
+    """The same numbers in the same form, which torch holds the negative of."""
+    return torch._neg_view(-x)
+
+
 def negated(x):
     """The same numbers, which torch holds the negative of."""
     return torch.complex(torch.zeros_like(x), -x).conj().imag
@@ -223,6 +228,7 @@ PROPERTIES = {
     "sparse": torch.Tensor.to_sparse,
     "mkldnn": lambda x: x.to_mkldnn() if x.is_floating_point() else x,
     "negated": lambda x: negated(x) if x.dtype == torch.float32 else x,
+    "negated in place": lambda x: negated_in_place(x) if x.dtype == torch.float32 else x,
     "NumPy": lambda x: x.numpy(),
     "a number": lambda x: 1,
     "None": lambda x: None,

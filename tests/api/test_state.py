@@ -51,6 +51,14 @@ def test_far_apart_and_huge():
     judge("lse", even.lse, more, 2 * largest_error(torch.logaddexp(lse, lse), more), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_values(dtype):
+    """Their sum passes float32's range, their mean does not."""
+    signs = torch.where(torch.arange(8) % 2 == 0, 1.0, -1.0).expand(4, 8)
+    merged = merge([AttentionState((3e38 * signs).to(dtype), torch.randn(4)) for _ in range(5)])
+    torch.testing.assert_close(merged.out.float() / 3e38, signs, atol=1e-2, rtol=0)
+
+
 def test_order_does_not_matter_beyond_rounding():
     states = [AttentionState(torch.randn(6, 8), torch.randn(6) * 5) for _ in range(5)]
     outs, lses = torch.stack([s.out for s in states]), torch.stack([s.lse for s in states])

@@ -7,10 +7,12 @@ import torch
 
 from conformance import BackwardConformance, LatentRows
 from tilewise import InvalidArgument, attention
-from tilewise.testing.case import Case
-from tilewise.testing.check import Mismatch, check_case
+from tilewise.core.options import Options
+from tilewise.testing.case import Case, make
+from tilewise.testing.check import Mismatch, check_call, check_case
 from tilewise.testing.drawing import Seeded, draw_trained
 from tilewise.testing.gradients import judge_gradients, make_gradients
+from tilewise.validation.calls import dense
 
 
 class TestReference(LatentRows):
@@ -34,6 +36,17 @@ class TestTorchBackward(BackwardConformance):
 def test_heads_of_a_group_round_as_each_alone(backend, kv_heads, rows, width):
     """Many rows in one product, where torch multiplies up to 3 of a head: BLAS sums those in lanes, and rounds less."""
     check_case(Case(H=24, Hkv=kv_heads, Lq=rows, Lk=70, D=width), backend)
+
+
+def test_sums_of_large_values_in_plain_torch():
+    """They pass float32's range where the output does not; an infinite value that a row sees stays one."""
+    case = Case(Lq=70, Lk=600, causal=True)
+    q, k, v = make(case).args
+    v = torch.where(torch.arange(v.shape[-1]) % 3 == 0, -3e38, 3e38).expand_as(v).clone()
+    v[0, 0, 599, 1] = torch.inf
+    state = attention(0.1 * q, k, v, causal=True, return_lse=True, backend="torch")
+    check_call(dense(0.1 * q, k, v, Options(causal=True)), *state)
+    assert state.out[:, :, :-1].isfinite().all()
 
 
 def test_a_gradient_of_few_elements_is_judged_by_several_draws():

@@ -304,6 +304,17 @@ def test_every_float8_is_stored_as_it_is():
         assert cache.store.k.data[:, :, : row.shape[2]].view(torch.uint8).equal(want)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "codebook4", "fp8_e4m3"])
+def test_the_largest_float_stays_finite(dtype, backend, monkeypatch):
+    monkeypatch.setattr("tilewise.dispatch.planner.choose_writer", lambda problem: backend)
+    x = torch.linspace(-1, 1, 64).sign().expand(1, 1, 2, 64) * torch.finfo(torch.float32).max
+    cache = KVCache(1, 1, 4, 64, dtype)
+    cache.append(x, x)
+    for got in (cache.keys(0)[None], Quantised.from_float(x, dtype).dequantise()):
+        torch.testing.assert_close(got, x * (121 / 127 if dtype == "codebook4" else 1), rtol=1e-6, atol=0)
+
+
 def test_nan_stays_nan_and_infinity_is_not_hidden():
     for dtype in ("int8", "int4", "fp8_e4m3"):
         cache = KVCache(1, 1, 4, 64, dtype, group=32)

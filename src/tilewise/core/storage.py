@@ -20,6 +20,7 @@ from .options import is_int, to_int
 QuantDtype = Literal["int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent"]  # `FORMATS`, for type checkers
 GROUPS = (32, 64, 128)
 TINY = torch.finfo(torch.float32).tiny
+MOST = 3.402823e38  # scales are for magnitudes up to here: of float32's largest, 127 times its scale would be infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class StorageFormat:
         padded = torch.nn.functional.pad(x.float(), (0, groups * self.group - width))
         padded = padded.unflatten(-1, (groups, self.group))
         largest = padded.abs().amax(-1)  # [..., groups]
+        largest = torch.where(largest == torch.inf, largest, largest.clamp_max(MOST))
         scales = largest / largest.new_full((), self.largest)  # by a Python number, a GPU is off by one bit
         steps = (padded / scales.clamp_min(TINY)[..., None]).flatten(-2)[..., :width]
         if not self.is_integer:

@@ -75,7 +75,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     try:
         for x in tensors:
             if type(x) is Tensor:
-                if grad and x.requires_grad:
+                if (grad and x.requires_grad) or x.is_neg():  # torch negates such a view when it is read
                     return None
                 if x.is_cpu:
                     key += x.shape, x.is_contiguous() or x.stride(), x.dtype, True
@@ -285,16 +285,8 @@ def _sources(
 
 
 def same_memory(used: torch.Tensor, given: torch.Tensor, name: str) -> bool:
-    """Whether validation made nothing but a view of an argument, so that it would do so for any other with its key.
-
-    False too where the key does not tell the argument from a view that torch negates when it is read
-    (`z.conj().imag`): one of floats whose last dim has size 1 or a stride other than 1.
-    """
-    if used.dtype != given.dtype or used.data_ptr() != given.data_ptr():
-        return False
-    if name.endswith("scales") or not given.is_floating_point():
-        return True
-    return given.shape[-1] != 1 and given.stride(-1) == 1
+    """Whether validation made nothing but a view of an argument, so that it would do so for any other with its key."""
+    return used.dtype == given.dtype and used.data_ptr() == given.data_ptr()
 
 
 def view_of(used: torch.Tensor, given: torch.Tensor) -> View | None:

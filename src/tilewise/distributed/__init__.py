@@ -9,12 +9,13 @@ out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 """
 
 from .attention import attention
-from .cache import ShardedBatch, ShardedKVCache
+from .cache import ShardedKVCache
 from .context import context_parallel
 from .faults import RankLost
 from .layout import positions, shard, unshard
 from .pages import receive_sequence, send_sequence
 from .plan import DistributedPlan, Machine, RankPlan, plan
+from .sharded_batch import ShardedBatch
 
 
 def register_sharding_rules() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.expression.mods import Bound
-from ..errors import InvalidArgument
+from ..errors import CacheFull, InvalidArgument
 from .faults import RankLost, connected, report_lost_ranks
 
 if TYPE_CHECKING:
@@ -154,8 +154,10 @@ def _told(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fault | No
         return None
     rank, _, told = next(x for x in texts if x).partition(":")
     argument, _, what = told.partition(": ")
-    error = InvalidArgument(argument, f"a fault on rank {rank} ({what})", "arguments that are right on all ranks")
-    return Fault(error, int(rank), told)
+    full = what.removeprefix(f"{CacheFull.__name__}: ")
+    want = "arguments that are right on all ranks"
+    refused = InvalidArgument(argument, f"a fault on rank {rank} ({what})", want)
+    return Fault(refused if full == what else CacheFull(f"on rank {rank}: {full}"), int(rank), told)
 
 
 def _gathered(x: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ def check_width(options: dict[str, Any], least: int, most: int | None = None) ->
 
     All that the longest row has, `least`: values of lengths on a GPU are not read, and cells past the end would be.
     """
-    shapes = {name: getattr(options.get(name), "shape", ()) for name in ("mask", "k_bias", "tile_map")}
+    shapes: dict[str, Any] = {name: getattr(options.get(name), "shape", ()) for name in ("mask", "k_bias", "tile_map")}
     if shapes["mask"][-1:] == (1,):  # broadcast, as its map is
         mapped = options.get("tile_map")
         shapes |= {"mask": (), "tile_map": () if getattr(mapped, "spec", None) is None else shapes["tile_map"]}

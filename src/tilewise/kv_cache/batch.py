@@ -74,13 +74,22 @@ class Batch:
             k: packed `[T, Hkv, D]`, or `[B, Hkv, L, D]`, of which the first `counts[b]` tokens of row `b` are stored.
             v: likewise, with Dv; None if the cache is latent.
         """
-        cache = self.cache
-        layer = checks.index("layer", layer, cache.layers, "layer")
-        self._check()
+        self.put(*self.new_rows(k, v, layer), layer)
+
+    def new_rows(self, k: Any, v: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The rows that `write` stores, once they are checked, and whether they are packed."""
+        layer = checks.index("layer", layer, self.cache.layers, "layer")
+        self.check()
         if layer not in self._left:
             remedy = "extend makes room for tokens, each layer is written once"
             raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
-        self.put(*checks.new_rows(cache, k, v, self.counts), layer)
+        return checks.new_rows(self.cache, k, v, self.counts)
+
+    def undo(self) -> None:
+        """Takes back the room that `extend` made, so that nothing has changed; the batch is of no use then."""
+        with self.cache.store.lock:
+            self.cache.store.sequences.undo(self.slots, self.growth)
+            self.cache.store.latest = None
 
     def put(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
         """`write` of checked rows, in the form that `WriteSlots` describes."""
@@ -98,7 +107,7 @@ class Batch:
             if not self._left and self.growth.full is not None:  # now prefix_match may find its full pages
                 sequences.commit(self.sequences, self.growth.full)
 
-    def _check(self, layer: int | None = None) -> None:
+    def check(self, layer: int | None = None) -> None:
         """Refuses a batch whose sequences have changed, and a layer with tokens that were never written."""
         sequences = self.cache.store.sequences
         if self._changes != sequences.changes:
@@ -152,7 +161,7 @@ class Batch:
         layer = checks.index("layer", layer, cache.layers, "layer")
         if cascade is not None:
             cascade = flag("cascade", cascade)
-        self._check(layer)
+        self.check(layer)
         operands = cache.store.operands(layer)
         packed = len(getattr(q, "shape", ())) == 3
         options["causal"] = causal
@@ -183,7 +192,7 @@ class Batch:
 
         With `always`, all that share a page; else those for which a cascade is faster.
         """
-        self._check()
+        self.check()
         cache = self.cache
         fmt = (cache.k_format, cache.v_format)
         problem = CascadeProblem(

@@ -254,9 +254,7 @@ class PagedKVCache:
         try:
             batch.put(*rows, layer=0)
         except BaseException:
-            with self.store.lock:
-                self.store.sequences.undo(batch.slots, batch.growth)
-                self.store.latest = None
+            batch.undo()
             raise
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:

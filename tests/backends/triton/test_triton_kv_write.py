@@ -44,6 +44,7 @@ def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0, none=0):
     shape = (1, 2, tokens + none) if packed else (5, 2, 11)
     k, v = (torch.randn(*shape, w).mul(3).to(source) for w in (D, Dv))
     k[0, 0, 0] = 0
+    v[0, 1, 0] = torch.finfo(source).max
     places = WriteSlots(starts + late, cu, tokens + none, bool(packed), table if paged else None, padded=none > 0)
     Append(*sides[0], slots)(k, v, places)
     places.starts = starts

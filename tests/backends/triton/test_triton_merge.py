@@ -64,6 +64,9 @@ def check(dtype, n, change=0.0):
         judge("lse", lse, want[1], 2 * errors[1], torch.float32)
         assert is_kept(whole, out) and is_kept(whole_lse, lse)
         check_sum([out.nan_to_num() for out, _ in states], dtype)
+        large = [torch.full_like(out, 3e38 if dtype != torch.float16 else 6e4) for out in states[0][:1] * n]
+        assert merge_into(large, [torch.randn(lse.shape) for _ in large], out, lse)
+        assert torch.allclose(out.double() / large[0].double(), torch.tensor(1.0, dtype=torch.double), atol=1e-2)
 
 def summed(parts, dtype):
     found = torch.full_like(parts[0], 7.0, dtype=dtype)

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ...core.storage import FORMATS
+from ...core.storage import FORMATS, MOST
 from .codegen import dtypes
 from .codegen.dtypes import CODES, NAMES
 from .codegen.formats import DECODE, ENCODE
@@ -66,7 +66,7 @@ THREAD_ELEMENTS = 1 << 18  # least work of a thread: fewer are not worth waking 
 
 @microkernel("ii>f")
 def largest(e: Emit, source: Value, count: Value) -> Value:
-    """The largest magnitude of `count` floats, NaN if one is NaN."""
+    """The largest magnitude of `count` floats up to MOST, infinite or NaN if one is."""
     top, bad = e.var(e.zeros), e.var(e.zeros)
     with e.loop(count, W) as i:
         x = e.call("fabs", e.load(source, i))
@@ -75,7 +75,9 @@ def largest(e: Emit, source: Value, count: Value) -> Value:
     value = e.reduce(top.get(), e.max)
     wrong = e.reduce(bad.get(), e.builder.fadd)
     infinite = e.builder.fcmp_ordered("==", value, ir.Constant(F32, float("inf")))
-    return e.builder.select(infinite, value, e.builder.fadd(value, wrong))
+    most = ir.Constant(F32, MOST)
+    finite = e.builder.select(e.builder.fcmp_ordered(">", value, most), most, value)
+    return e.builder.select(infinite, value, e.builder.fadd(finite, wrong))
 
 
 @microkernel("iif")

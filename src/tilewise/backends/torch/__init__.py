@@ -20,6 +20,7 @@ from .kv_write import Append
 from .tiles import adjust, no_autocast, span_ends, tile_states, weighted_sum, work_dtype
 
 FEW_ROWS, PART = 16, 32
+DOWNSCALE = 2.0**-32  # of weights, if the sum of large values overflows where their mean does not
 
 
 def takes_shared(problem: Problem) -> bool:
@@ -61,6 +62,17 @@ def run(plan: Plan, tensors: Tensors) -> None:
                 _attend_rows(plan, seq, rows, None if states is None else states[seq.b][top // plan.tile[0]])
 
 
+def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | None) -> None:
+    """One tile of query rows over all its keys."""
+    out, lse = _normalised(plan, seq, rows, states, 1.0)
+    if not bool(out.isfinite().all()):
+        again, _ = _normalised(plan, seq, rows, states, DOWNSCALE)
+        out = torch.where(out.isfinite(), out, again)
+    seq.out[:, rows] = out.to(seq.problem.q_dtype)
+    if seq.lse is not None:
+        seq.lse[:, rows] = lse.to(seq.lse.dtype)
+
+
 def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """q k^T. BLAS sums few rows term by term; summing parts of D and adding them up rounds less."""
     if q.shape[-2] > FEW_ROWS:
@@ -69,8 +81,10 @@ def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.stack([a @ b.mT for a, b in parts]).sum(0)
 
 
-def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | None) -> None:
-    """One tile of query rows over all its keys."""
+def _normalised(
+    plan: Plan, seq: Sequence, rows: slice, states: list[int] | None, downscale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` `[H, BQ, Dv]` and `lse` `[H, BQ]` of these rows; sums are of weights times `downscale`."""
     p, t = seq.problem, seq.tensors
     H, n, device = p.heads, rows.stop - rows.start, t.q.device
     work = work_dtype(seq)
@@ -101,7 +115,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         alpha = (m - base).exp()
         prob = (s - base[..., None]).exp()
         l = l * alpha + prob.sum(-1)
-        acc = acc * alpha[..., None] + weighted_sum(prob, v, visible)
+        acc = acc * alpha[..., None] + weighted_sum(prob if downscale == 1 else prob * downscale, v, visible)
         m = top
 
     if t.sinks is not None:
@@ -112,6 +126,5 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         weight = torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # 1 for +inf, 0 for -inf
         l, acc, m = l * alpha + weight, acc * alpha[..., None], top
     total = torch.where(l == 0, 1.0, l)
-    seq.out[:, rows] = (acc / total[..., None]).to(p.q_dtype)
-    if seq.lse is not None:
-        seq.lse[:, rows] = (m + total.log()).to(seq.lse.dtype)
+    out = acc / total[..., None]
+    return out if downscale == 1 else out / downscale, m + total.log()

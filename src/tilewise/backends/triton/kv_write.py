@@ -17,6 +17,7 @@ import triton.language as tl
 
 import triton
 
+from ...core import storage
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
 from ..gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
@@ -25,12 +26,14 @@ from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
 from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+MOST = tl.constexpr(storage.MOST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(x, mine, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scale of a group of elements."""
     top = tl.max(tl.where(mine, tl.abs(x), 0.0), 0)
+    top = tl.where((top > MOST) & (top < float("inf")), MOST, top)
     wrong = tl.max((mine & (x != x)).to(tl.int32), 0)
     return tl.where(wrong > 0, float("nan"), tl.div_rn(top, LARGEST))
 

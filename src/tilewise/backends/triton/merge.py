@@ -2,7 +2,7 @@
 
 Each program keeps a block of rows in registers [BR, W]:
 
-    top = max lse_i;  w_i = exp(lse_i - top);  out = sum w_i out_i / sum w_i;  lse = top + log(sum w_i)
+    top = max lse_i;  w_i = exp(lse_i - top);  out = sum (w_i / sum w_i) out_i;  lse = top + log(sum w_i)
 
 A part whose weight is 0 is skipped, whatever its `out` holds. Parts may be views of larger tensors: contiguous inner
 dims are collapsed into one, outer dims into another, with a stride for each part. A plain sum (`SUM`: the gradients of
@@ -34,20 +34,25 @@ def top_of(L, at, ok, top):  # type: ignore[no-untyped-def]
     return tl.maximum(top, lse, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def weight_of(L, at, ok, base):  # type: ignore[no-untyped-def]
+    lse = tl.load(L + at, mask=ok, other=float("-inf")).to(tl.float32)  # [BR]
+    return tl.where((base == float("inf")) & (lse == float("inf")), 1.0, tl.exp(lse - base))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def add(  # type: ignore[no-untyped-def]
     X, L, outer, inner, x_a, l_a, d, ok, base, total, mixed, D: tl.constexpr, SUM: tl.constexpr
 ):  # fmt: skip
-    """Adds one part with its weight."""
+    """Adds one part with its share of the weight: shares add up to 1, so that no sum of large values overflows."""
     if SUM:
         cells = ok[:, None] & (d < D)[None, :]
         x = tl.load(X + (outer * x_a + inner * D)[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)
-        return total, mixed + x
-    lse = tl.load(L + outer * l_a + inner, mask=ok, other=float("-inf")).to(tl.float32)  # [BR]
-    weight = tl.where((base == float("inf")) & (lse == float("inf")), 1.0, tl.exp(lse - base))
+        return mixed + x
+    share = weight_of(L, outer * l_a + inner, ok, base) / total
     cells = ok[:, None] & (d < D)[None, :]
     x = tl.load(X + (outer * x_a + inner * D)[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)  # [BR, W]
-    return total + weight, mixed + tl.where((weight == 0.0)[:, None], 0.0, x * weight[:, None])
+    return mixed + tl.where((share == 0.0)[:, None], 0.0, x * share[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,13 +75,16 @@ def merge_kernel(  # type: ignore[no-untyped-def]
             top = top_of(L[i], outer * l_a[i] + inner, ok, top)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([BR], tl.float32)
+    if not SUM:
+        for i in tl.static_range(N):
+            total += weight_of(L[i], outer * l_a[i] + inner, ok, base)
+    total = tl.where(total == 0.0, 1.0, total)  # fully masked rows
     mixed = tl.zeros([BR, W], tl.float32)
     for i in tl.static_range(N):
-        total, mixed = add(X[i], L[i], outer, inner, x_a[i], l_a[i], d, ok, base, total, mixed, D, SUM)
-    total = tl.where(total == 0.0, 1.0, total)  # fully masked rows, and SUM
+        mixed = add(X[i], L[i], outer, inner, x_a[i], l_a[i], d, ok, base, total, mixed, D, SUM)
     cells = ok[:, None] & (d < D)[None, :]
     at = outer * out_a + inner * D
-    tl.store(OUT + at[:, None] + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=cells)
+    tl.store(OUT + at[:, None] + d[None, :], mixed.to(OUT.dtype.element_ty), mask=cells)
     if not SUM:
         tl.store(LSE + outer * lse_a + inner, top + tl.log(total), mask=ok)
 
