@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tilewise import (
 )
 from tilewise.dispatch import call_cache, planner
 from tilewise.errors import UnexpectedArgument
+from tilewise.validation import shapes
 
 B, H, Hkv, Lq, Lk, D = 2, 4, 2, 5, 7, 8
 TREE, NODES = {"tree_mask": torch.ones(1, Lq, Lq).bool()}, torch.arange(Lk - Lq, Lk).expand(B, Lq)
@@ -137,8 +139,8 @@ DENSE = [
     ("kv_lengths[1]", {"kv_lengths": ints(7, 8)}, "0 to 7"),
     ("kv_lengths[0]", {"kv_lengths": ints(-1, 3)}, "0 to 7"),
     ("kv_lengths", {"kv_lengths": ints(1, 2).to("meta")}, "device meta"),
-    ("mask", {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx}, "a function, expected a tensor; "),
-    ("mask", {"mask": BLOCK_MASK}, "a BlockMask, expected a tensor; "),
+    ("mask", {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx}, "a function, expected a tensor; mask_mod="),
+    ("mask", {"mask": BLOCK_MASK}, "a BlockMask, expected a tensor; mask_mod=block_mask.mask_mod"),
     ("mask", {"mask": bools(Lq, Lk + 1)}, "shape (5, 8)"),
     ("mask", {"mask": bools(B, Lk)}, "mask[:, None, None], if its first dim is the batch"),
     ("mask", {"mask": bools(B, Lq, Lk)}, "mask[:, None], if its first dim is the batch"),
@@ -196,8 +198,7 @@ DENSE = [
     ("sliding_window", {"sliding_window": 4}, "did you mean window? window=W is W keys with the query's own"),
     ("window_size", {"window_size": (-1, -1)}, "None, not -1, is unlimited"),
     ("dropout_p", {"dropout_p": 0.0}, "there is no dropout: leave it out"),
-    ("block_mask", {"block_mask": max}, "mask_mod=, causal="),
-    ("block_mask", {"block_mask": 1}, "block_indices= say what is hidden"),
+    ("block_mask", {"block_mask": max}, "mask_mod=block_mask.mask_mod takes its function"),
     ("enable_gqa", {"enable_gqa": True}, "leave it out"),
     ("softmax_scale", {"softmax_scale": 1.0}, "did you mean scale?"),
     ("cache_seqlens", {"cache_seqlens": None}, "did you mean kv_lengths?"),
@@ -612,3 +613,25 @@ def test_common_mistakes_have_a_remedy(function, arguments, changes, remedy):
     with pytest.raises(InvalidArgument) as caught:
         function(**(arguments() | changes))
     assert remedy in str(caught.value).partition("; ")[2]
+
+
+def test_tensors_the_other_way_round_are_named_once(monkeypatch):
+    """`[B, L, H, D]` as `[B, H, L, D]` is another computation, and a legal one."""
+    monkeypatch.setattr(shapes, "_warned", False)
+    q, k = torch.randn(1, 300, 8, 4), torch.randn(1, 300, 2, 4)
+    usual = [(q[:, :256], k[:, :256], {}), (q, k, {"layout": "blhd"}), (q[:, :, :7], k, {}), (q, k[:, :100], {})]
+    usual += [(q[:, :, :1], k[:, :, :1], {})]
+    for q_, k_, options in usual:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            attention(q_, k_, k_, backend="torch", **options)
+    with pytest.warns(UserWarning, match=r"q as \[B, H, L, D\] has 300 heads of 8 rows .* layout='blhd'"):
+        got = attention(q, k, k, backend="torch")
+    assert got.shape == q.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        attention(q, k, k, backend="torch", causal=True)
+    monkeypatch.setattr(shapes, "_warned", False)
+    turned = (x.transpose(1, 2) for x in (q, k, k))
+    with pytest.warns(UserWarning, match=r"q as \[B, L, H, D\] .* layout='bhld'"):
+        attention(*turned, layout="blhd", backend="torch")

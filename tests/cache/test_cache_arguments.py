@@ -133,3 +133,26 @@ def test_tensors_without_memory_are_not_written():
             torch.vmap(lambda k, append=append: append(k, x))(x[None])
     assert cache.lengths.tolist() == [0]
     assert paged.length(sequence) == 0
+
+
+@pytest.mark.parametrize("dtype", ["f32", "int8"])
+def test_gradients_do_not_end_in_a_cache_unsaid(dtype):
+    x = torch.ones(1, 1, 2, 64, requires_grad=True)
+    rows, pages = KVCache(1, 1, 8, 64, dtype), PagedKVCache(4, 4, 1, 64, dtype)
+    sequence = pages.create()
+    static = pages.static_batch(1, 8, 2)
+    static.extend([sequence], 2)
+    calls = [
+        lambda k, v: rows.append(k, v),
+        lambda k, v: pages.append(sequence, k, v),
+        lambda k, v: pages.extend(sequence, 2).write(k, v),
+        lambda k, v: static.write(k, v),
+    ]
+    for call in calls:
+        for k, v in ((x, x.detach()), (x.detach(), x)):
+            with pytest.raises(InvalidArgument, match=f"{'kv'[k is not x]}: got a tensor that requires grad.*no_grad"):
+                call(k, v)
+    assert rows.lengths.tolist() == [0]
+    with torch.no_grad():
+        rows.append(x, x)
+    rows.append(x.detach(), x.detach())

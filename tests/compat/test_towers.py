@@ -126,6 +126,21 @@ def test_images(name):
     check(name, "image", images(name))
 
 
+@pytest.mark.parametrize("name", ["Falcon", "GPTJ"])
+def test_a_name_that_has_no_effect_is_not_set_in_silence(name):
+    """Their classes of attention are chosen when they are made: transformers leaves them as they are."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    model = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**sizes, rotary_dim=4))
+    _found.clear()
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match=f"models of {name}Config compute attention by themselves"):
+        model.set_attn_implementation({"": "tilewise"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # it is said once
+        model.set_attn_implementation("tilewise")
+        model_of("bert", "text").set_attn_implementation("tilewise")
+
+
 def test_a_lost_mask_shows():
     """None of this passes if padding is computed with."""
     for name in TEXTS:

@@ -25,7 +25,7 @@ def has_own_attention(config: type) -> bool:
         if _found[config]:
             remedy = "load it without attn_implementation='tilewise'"
             warnings.warn(
-                f"models of {config.__name__} compute attention by themselves, as 'eager': transformers does not call "
+                f"models of {config.__name__} compute attention by themselves: transformers does not call "
                 f"tilewise there; {remedy}",
                 stacklevel=2,
             )

@@ -102,6 +102,8 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
             kept, k, v = new, key_states, value_states
         if self.held + kept > self.cache.capacity:
             self._make_room(kept)
+        if prompt:  # it attends to the states themselves, which have their gradients
+            k, v = k.detach(), v.detach()
         self.cache.append(k, None if self.cache.latent else v)
         self.held += kept
         self.cumulative_length += new

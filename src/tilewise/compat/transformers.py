@@ -11,7 +11,7 @@ before or after transformers: `discovery` calls `register`.
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from .discovery import too_old
 need("hf", "transformers", by="tilewise.compat.transformers")
 if reason := too_old():
     raise MissingPackage(f"{reason}: {install_line('hf')}", name="transformers")
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 
 from .latent_cache import CachedLatent, LatentCache, absorbed_queries  # noqa: E402
 from .lazy_mask import Pattern, pattern_of  # noqa: E402
 from .mask_patterns import make_mask  # noqa: E402
+from .own_attention import has_own_attention  # noqa: E402
 from .quantised_cache import CachedKV, QuantisedCache  # noqa: E402
 
 __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
@@ -55,9 +56,24 @@ def register(name: str = "tilewise", *, unpad: bool = False) -> str:
     if any(word in name for word in RESERVED):
         remedy = "transformers gives names with " + ", ".join(map(repr, RESERVED)) + " a meaning of their own"
         raise InvalidArgument("name", repr(name), "a plain name such as 'tilewise'", remedy)
+    if not hasattr(PreTrainedModel.set_attn_implementation, "__wrapped__"):
+        PreTrainedModel.set_attn_implementation = _warning(PreTrainedModel.set_attn_implementation)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, partial(make_mask, unpad=True) if unpad else make_mask)
     return name
+
+
+def _warning(set_name: Any) -> Any:
+    """`set_attn_implementation` that warns of models which compute attention by themselves, and so keep doing it."""
+
+    @wraps(set_name)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> None:
+        set_name(self, attn_implementation, *args, **options)
+        names = attn_implementation.values() if isinstance(attn_implementation, dict) else (attn_implementation,)
+        if any(isinstance(name, str) and AttentionInterface().get(name) is attention_forward for name in names):
+            has_own_attention(type(self.config))
+
+    return set_attn_implementation
 
 
 def register_flash() -> str:

@@ -70,7 +70,7 @@ NOT_NEEDED = {
     "need_weights": "the weights are never computed: leave it out",
     "output_attentions": "the weights are never computed: leave it out",
     "training": "leave it out",
-    "block_mask": "mask_mod=, causal=, window=, chunk=, a bool mask= or block_indices= say what is hidden",
+    "block_mask": "mask_mod=block_mask.mask_mod takes its function; causal=, window=, chunk= and mask= hide keys too",
 }
 
 

@@ -36,6 +36,11 @@ def rows(name: str, x: Any, heads: int, fmt: RowFormat, device: torch.device, pa
         raise InvalidArgument(name, x.dtype, "float32, float16 or bfloat16")
     if x.device != device:
         raise InvalidArgument(name, f"device {x.device}", f"{device}, where the cache is")
+    if x.requires_grad and torch.is_grad_enabled():
+        remedy = f"call under torch.no_grad(), or hand in {name}.detach()"
+        raise InvalidArgument(
+            name, "a tensor that requires grad", "one that does not: a cache has no gradients", remedy
+        )
     x = x.detach()
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 

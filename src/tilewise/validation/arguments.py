@@ -226,9 +226,10 @@ class Checker:
         With `any_keys` the last size is an upper bound: a paged mask may stop at the longest context.
         """
         if callable(x) or type(x).__name__ == "BlockMask":
-            kind = "a BlockMask" if type(x).__name__ == "BlockMask" else "a function"
-            remedy = "torch.nn.attention.flex_attention.create_mask makes one of a mask_mod"
-            raise InvalidArgument("mask", kind, "a tensor", remedy)
+            remedy = "mask_mod= takes a function of b, h, q_idx, kv_idx; score_mod= one of score and these"
+            if kind := type(x).__name__ == "BlockMask":
+                remedy = "mask_mod=block_mask.mask_mod, and q_offset=0 where q_idx counts from the first query"
+            raise InvalidArgument("mask", "a BlockMask" if kind else "a function", "a tensor", remedy)
         x = to_tensor("mask", x)
         if x.dtype != torch.bool and x.dtype not in FLOATS:
             raise InvalidArgument("mask", x.dtype, "bool (True = attend) or float32, float16, bfloat16 (added)")

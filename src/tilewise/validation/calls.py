@@ -34,7 +34,7 @@ from ..core.problem import Form, MaskSpec, Problem, Selection
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
-from . import values
+from . import shapes, values
 from .arguments import Checker, Operand
 from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
@@ -54,7 +54,8 @@ def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
     """Checks a call of `attention`."""
     c = Checker(q, o.layout, packed=False)
     ck, cv = (c.operand(name, x, c.form_of_q()) for name, x in (("k", k), ("v", v)))
-    B, _, Lq, _ = c.q.shape
+    B, H, Lq, _ = c.q.shape
+    shapes.warn_if_transposed(H, Lq, ck.data.shape, c.form_of_q())
     if ck.data.shape[0] != B:
         raise InvalidArgument("k", f"a batch of {ck.data.shape[0]}", f"{B}, as q")
     lengths = None if o.kv_lengths is None else c.ints("kv_lengths", o.kv_lengths, (B,))
