@@ -18,9 +18,10 @@ from .core.eager import eager_function
 from .core.expression import mods
 from .core.options import Array, Options
 from .core.plan import Plan
+from .core.private.torch import is_in_transform
 from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
 from .core.tensors import Tensors
-from .core.tracing import is_in_transform, is_traced, is_wrapper
+from .core.tracing import is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
 from .state import AttentionState

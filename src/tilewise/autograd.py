@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _functorch as functorch
 
 from .core import keywords
 from .core.arrays import returner, to_tensor
 from .core.expression.mods import Bound, bind
 from .core.options import Options
 from .core.plan import Plan
+from .core.private.torch import is_batched, is_legacy_batched
 from .core.problem import CAPTURED, GRADS, Problem, captured_number
 from .core.tensors import BackwardTensors
 from .core.tracing import is_traced
@@ -301,7 +301,7 @@ class _Attention(torch.autograd.Function):
 def _refuse_batches(*incoming: torch.Tensor | None) -> None:
     """Refuses batched gradients (`is_grads_batched`), which torch passes as one tensor without memory."""
     for x in incoming:
-        if x is not None and (functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)):
+        if x is not None and (is_batched(x) or is_legacy_batched(x)):
             remedy = "leave out is_grads_batched=True or vectorize=True: one backward pass for each gradient"
             raise InvalidArgument("gradient of out or lse", "a batch of gradients", "one gradient", remedy)
 

@@ -23,6 +23,7 @@ from .core.arrays import returner, to_tensor
 from .core.expression.mods import Bound, mods_of
 from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_flag, as_split_size, as_window, to_int
+from .core.private.torch import DispatchKey, DispatchKeySet, after_autograd, any_requires_grad, transforms_active
 from .core.problem import CAPTURED, GRADS
 from .core.tracing import is_wrapper
 from .dispatch import planner
@@ -67,7 +68,7 @@ BACKWARD_REQUIRED = ("out", "lse", "dout")
 BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
 BACKWARD = (*BACKWARD_REQUIRED, "dlse", *BACKWARD_OPTIONS)
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
-PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
+PLAIN = {DispatchKeySet(getattr(DispatchKey, device)).raw_repr() for device in DEVICES}
 
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 
@@ -87,7 +88,7 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Calls an entry point as an operator. `options` are those that were given; the dict is changed."""
     if is_compiling():
         return traced(name, *args, **options)
-    if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+    if transforms_active() and torch.is_grad_enabled():
         for which, x in {**dict(zip("qkv", args, strict=False)), **options}.items():
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 remedy = "take torch.autograd.grad or .backward(), without torch.func around the call"
@@ -243,10 +244,10 @@ def _define(name: str) -> None:
     def shapes(*tensors: Any, **options: Any) -> torch.Tensor:
         return _shapes(*tensors, **options)[0]
 
-    def with_gradients(keys: torch._C.DispatchKeySet, *tensors: Any, **options: Any) -> torch.Tensor:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+    def with_gradients(keys: Any, *tensors: Any, **options: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return with_lse(*tensors, **options)[0]
-        below = keys & torch._C._after_autograd_keyset
+        below = keys & after_autograd
         if below.raw_repr() in PLAIN:  # no mode or transform below: call the kernel without dispatching
             return run(*tensors, **options)
         return plain.redispatch(below, *tensors, **options)

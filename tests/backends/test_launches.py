@@ -19,6 +19,7 @@ from launch_calls import append, backward, changes, forward, merged, misaligned,
 from launch_mutants import MUTANTS
 from tilewise.backends import hopper, triton
 from tilewise.backends.gpu import kernel, semaphores
+from tilewise.core.private import torch as private
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, GRADIENTS, LATENT_ROWS
 
@@ -160,9 +161,7 @@ def test_a_mistake_is_rejected(recorder, monkeypatch, mutant):
 
 def patched():
     """What the recorder takes the place of."""
-    c = torch._C
-    names = ("_cuda_getDevice", "_cuda_getCurrentRawStream", "_cuda_isCurrentStreamCapturing")
-    found = [getattr(c, name, None) for name in names]
+    found = [private.current_device, private.current_stream, private.is_capturing]
     found += [getattr(torch.cuda, name) for name in ("device", "current_device", "is_available", "synchronize")]
     found += [torch.version.cuda, vars(jit.KernelInterface)["__getitem__"], kernel.driver, kernel.tensor_map_driver]
     found += [semaphores.Semaphores.take, semaphores.Semaphores.zeros, semaphores.Thread, semaphores._kept]

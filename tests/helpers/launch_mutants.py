@@ -23,6 +23,7 @@ from tilewise.backends.triton import kv_write, merge
 from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton.bwd import dense_mask
 from tilewise.backends.triton.bwd import launch as triton_backward
+from tilewise.core.private import torch as private
 
 MUTANTS: list[Mutant] = []
 
@@ -341,7 +342,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def aligned_or_not(patch: pytest.MonkeyPatch) -> None:
     """Addresses that are not looked at."""
     for module in (kernel, triton_backward, hopper_backward, merge):
-        patch.setattr(module, "is_aligned", lambda addresses, device: torch._C._cuda_getDevice() == device.index)
+        patch.setattr(module, "is_aligned", lambda addresses, device: private.current_device() == device.index)
 
 
 for call, tensor in (

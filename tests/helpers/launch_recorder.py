@@ -32,6 +32,7 @@ from tilewise.backends.hopper.mla import launch as hopper_latent
 from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton import merge
 from tilewise.backends.triton.bwd import launch as triton_backward
+from tilewise.core.private import torch as private
 
 STREAM = 7
 OWN, OTHER = None, 5  # the current device: that of CPU tensors, which have no index, or another one
@@ -403,7 +404,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index=None: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capturing, raising=False)
+    monkeypatch.setattr(private, "current_device", lambda: made.device)
+    monkeypatch.setattr(private, "current_stream", lambda index=None: STREAM)
+    monkeypatch.setattr(private, "is_capturing", lambda: made.capturing)
     return made

@@ -25,7 +25,7 @@ def no_compiler(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(object_code, "_FunctionCompiler", refuse)
+    monkeypatch.setattr(object_code, "compile_linked", refuse)
 
 
 def said():

@@ -12,7 +12,7 @@ from tilewise.dispatch import planner
 from tilewise.tools import doctor
 from tilewise.tools.cli import main
 
-SECTIONS = ["versions", "system", "cpu", "gpus", "backends", "libraries", "files"]
+SECTIONS = ["versions", "system", "cpu", "gpus", "backends", "private_names", "libraries", "files"]
 
 
 def test_it_says_what_is_here(capsys):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-# Whether it is on for any device: takes 0.2 us, a query for one device 1 us.
-any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast(like: torch.Tensor, *tensors: MaybeTensor) -> tuple[MaybeTensor, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from ..core.private.torch import make_wrapper, no_torch_function, tree_map_only, version_of
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class LazyMask(torch.Tensor):
         cls, shape: tuple[int, ...], device: Any, pattern: Pattern, make: Callable[[], torch.Tensor]
     ) -> LazyMask:
         with torch.inference_mode(False):  # its tensors would not count writes
-            mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+            mask = make_wrapper(cls, shape, dtype=torch.bool, device=torch.device(device))
         mask.pattern, mask.make, mask.cells = pattern, make, None
         return mask
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -88,6 +89,6 @@ class LazyMask(torch.Tensor):
 
 def pattern_of(mask: torch.Tensor | None) -> Pattern | None:
     """The pattern of a mask, unless cells were written to since. A traced mask is a plain tensor with a pattern."""
-    if isinstance(mask, LazyMask) and mask._version > 0:
+    if isinstance(mask, LazyMask) and version_of(mask) > 0:
         return None
     return getattr(mask, "pattern", None)

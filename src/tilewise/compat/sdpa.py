@@ -26,10 +26,11 @@ import torch
 from torch.compiler import is_compiling
 
 from ..api import attention
+from ..core.private.torch import any_autocast
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument, Unsupported
 from . import sdpa_kernel
-from .autocast import any_autocast, autocast
+from .autocast import autocast
 from .caller_names import caller_names
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..api import varlen_attention
+from ..core.private.torch import no_torch_function
 from ..errors import InvalidArgument
 
 
@@ -27,7 +28,7 @@ def as_causal(mask: Any, rows: int, keys: int) -> tuple[torch.Tensor | None, boo
             raise InvalidArgument("attn_mask", given, f"{rows} rows and {keys} keys, as query and key")
         return None, True, 0 if mask.variant == CausalVariant.UPPER_LEFT else keys - rows
     own = type(mask).__torch_function__
-    if own not in (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+    if own not in (torch.Tensor.__torch_function__, no_torch_function):
         raise InvalidArgument(
             "attn_mask", f"a {type(mask).__name__}", "a plain tensor or a CausalBias", "make a bool mask of it"
         )

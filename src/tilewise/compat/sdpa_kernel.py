@@ -14,25 +14,25 @@ import torch
 import torch.nn.attention
 
 from ..api import attention
+from ..core.private.torch import FLASH, DispatchKey, DispatchKeySet, unregister
 from ..errors import InvalidArgument, Unsupported
 
 NAME = "tilewise"
-OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class _Handle:
     """The registered kernel; torch's registry calls `remove`."""
 
     def __init__(self) -> None:
-        self.before: Any = torch.library.get_kernel(f"aten::{OPERATOR}", "CPU")
-        self.keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        self.before: Any = torch.library.get_kernel(f"aten::{FLASH}", "CPU")
+        self.keys = DispatchKeySet(DispatchKey.CPU)
         self.library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of replacing a kernel, which is intended
-            self.library.impl(OPERATOR, self.run, "CPU", allow_override=True)
+            self.library.impl(FLASH, self.run, "CPU", allow_override=True)
 
     def remove(self) -> None:
-        self.library._destroy()
+        unregister(self.library)
 
     def run(
         self,

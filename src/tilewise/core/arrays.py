@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ..errors import InvalidArgument
+from .private.torch import is_functional
 from .tracing import is_traced, is_transformed, is_wrapper, refuse_tangent
 
 _BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.float8_e4m3fn)}
@@ -74,7 +75,7 @@ def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
         raise InvalidArgument(name, f"a {kind.__name__}", "a plain torch.Tensor", remedy)
     if x.layout is not torch.strided:
         raise InvalidArgument(name, f"a tensor of layout {x.layout}", "a strided one", "hand in x.to_dense()")
-    if torch._is_functional_tensor(x) and not is_traced():
+    if is_functional(x) and not is_traced():
         raise InvalidArgument(name, "a functional tensor outside of its transform", "a tensor with memory")
     refuse_tangent(name, x)
     return x.resolve_neg() if x.is_neg() else x

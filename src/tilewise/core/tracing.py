@@ -10,23 +10,18 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ..errors import InvalidArgument
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # make_fx, FakeTensorMode, FlopCounterMode, ...
-_jit_tracing = torch._C._is_tracing
-_transform = torch._C._functorch.peek_interpreter_stack  # torch.vmap, torch.func.jvp, functionalize, ...
+from .private.torch import dispatch_modes, forward_level, is_jit_tracing, transform
 
 
 def is_traced() -> bool:
     """Whether a call has to be an operator. To Dynamo `is_compiling()` is a constant True, so it traces no further."""
-    return is_compiling() or _dispatch_modes() > 0 or _jit_tracing() or _transform() is not None
+    return is_compiling() or dispatch_modes() > 0 or is_jit_tracing() or transform() is not None
 
 
 def is_transformed() -> bool:
     """Whether the call is inside a torch.func transform, whose tensors may have no memory."""
-    return _transform() is not None
+    return transform() is not None
 
-
-is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap, jvp or grad
 
 dtensors = False  # whether `register_sharding_rules` was called
 
@@ -45,6 +40,6 @@ def is_wrapper(x: torch.Tensor) -> bool:
 
 
 def refuse_tangent(name: str, x: torch.Tensor) -> None:
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         remedy = "tilewise has no forward-mode derivatives: detach it, or take torch's own attention there"
         raise InvalidArgument(name, "a tensor with a forward-mode tangent", "one without", remedy)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads, is_grad_enabled
-from torch.autograd import forward_ad
 
 from ..core.expression.mods import Bound
 from ..core.plan import Plan
+from ..core.private.torch import forward_level
 from ..core.signatures import UNSET
 from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
 from ..quantised import Quantised
@@ -53,7 +53,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     for and to hash. (Strides of dims of size 1 do not follow, but nothing uses them.) For GPUs the key says whether all
     addresses are multiples of 16.
     """
-    if forward_ad._current_level >= 0:
+    if forward_level() >= 0:
         return None
     key = [name, get_num_threads()]
     tensors = [*args]

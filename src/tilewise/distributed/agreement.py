@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.expression.mods import Bound
+from ..core.private.torch import devices_of
 from ..errors import CacheFull, InvalidArgument
 from .faults import RankLost, connected, report_lost_ranks
 
@@ -121,7 +122,7 @@ def _fault(error: Exception, ranks: Ranks) -> Fault:
 
 def _device(ranks: Ranks, device: torch.device | None) -> torch.device:
     """A device whose tensors the group can send: if possible that of the call."""
-    types = [x.type for x in ranks.group._device_types]
+    types = devices_of(ranks.group)
     if device is not None and device.type in types:
         return device
     return torch.device("cpu" if "cpu" in types else types[0])

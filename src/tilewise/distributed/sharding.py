@@ -10,12 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .. import ops
 from ..core import tracing
+from ..core.private.torch import (
+    OpStrategy,
+    RuntimeSchemaInfo,
+    arguments_of,
+    dtensor_dispatcher,
+    expand_to_full_mesh,
+)
 from ..core.problem import GRADS
 
 Placements = list[Placement | None]
@@ -48,26 +53,26 @@ def _register(name: str, rule: Callable[..., Strategies], outputs: Callable[[lis
     Not by torch's `register_sharding`: it takes a list of gradients for one result, and two layouts for one call.
     """
     operator = getattr(torch.ops.tilewise, name).default
-    tensors = sum("Tensor" in str(x.type) for x in operator._schema.arguments)
+    tensors = sum("Tensor" in str(x.type) for x in arguments_of(operator))
 
-    def strategy_of(schema: OpSchema) -> Any:
+    def strategy_of(schema: Any) -> Any:
         args = [spec(x) for x in schema.args_schema]
         count = outputs(args)
         placements = [
             (results * count if len(results) == 1 else results) + inputs
             for results, inputs in rule(args, dict(schema.kwargs_schema))
         ]
-        strategies = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, placements, input_index=count)
+        strategies = expand_to_full_mesh(schema.get_mesh_from_args(), schema, placements, input_index=count)
         if name == "attention_backward" and count == 1:  # one result, but in a list
             for strategy in strategies.strategies:
-                strategy.output_specs = (strategy.output_specs,)  # type: ignore[assignment]
+                strategy.output_specs = (strategy.output_specs,)
         return strategies
 
     def spec(x: Any) -> Any:
         return x.strategies[0].output_spec if isinstance(x, OpStrategy) else x
 
     info = RuntimeSchemaInfo(tensors, ["layout"], needs_pytree=True)
-    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(operator, strategy_of, info)
+    dtensor_dispatcher.sharding_propagator.register_op_strategy(operator, strategy_of, info)
 
 
 def _forward(tensors: list[Any], options: dict[str, Any]) -> Strategies:

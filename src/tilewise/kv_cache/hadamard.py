@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ..core.private.torch import mark_constant
 from ..errors import InvalidArgument
 
 LEAST = 8  # elements of a block; smaller ones would spread outliers too little
@@ -37,8 +38,7 @@ def matrix(width: int, device: torch.device) -> torch.Tensor:
     return _matrix(width, device)
 
 
-# A constant to Dynamo, as by `torch.compiler.assume_constant_result`, which takes long to import.
-matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(matrix)
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from .. import ops
 from ..api import paged_attention
 from ..core.eager import eager_function
 from ..core.kv_store import WriteSlots
+from ..core.private.torch import mark_static
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 from . import checks, hadamard
@@ -63,8 +64,8 @@ class StaticBatch:
         tables = (self.starts, self.cu_seqlens, self.context_lens, self.block_table)
         stores = (cache.store.k, cache.store.v)
         kept: list[Any] = [*tables, *(x for store in stores for x in (store.data, store.scales) if x is not None)]
-        for x in kept:  # as `torch._dynamo.mark_static_address` does, whose import takes a second
-            x._dynamo_static_input_type = "unguarded"
+        for x in kept:
+            mark_static(x)
 
     __reduce_ex__ = Batch.__reduce_ex__
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..compat.discovery import too_old
+from ..core import private
 from ..core.extras import install_line
 from .bench import machine
 
@@ -57,6 +58,7 @@ def examine() -> dict[str, Any]:
         "cpu": _cpu,
         "gpus": _gpus,
         "backends": _backends,
+        "private_names": _private_names,
         "libraries": _libraries,
         "files": _files,
     }
@@ -230,6 +232,19 @@ def _kept_kernels() -> str:
     return words + ("" if done == every else "; `tilewise warmup` compiles the rest")
 
 
+def _private_names() -> dict[str, Any]:
+    """By library, what it lacks of the names that tilewise uses although no version promises them."""
+    return {name: guarded(lambda name=name: _absent(name)) for name in private.FILES}  # type: ignore[misc]
+
+
+def _absent(library: str) -> str:
+    version, (module, user) = _version("triton" if library == "Gluon" else library), private.FILES[library]
+    if not version[0].isdigit():
+        return version
+    lacks = private.absent(importlib.import_module(module).SEEN, version)
+    return f"{'; '.join(lacks)}: {user} may fail" if lacks else "all there"
+
+
 def _libraries() -> dict[str, str]:
     return {name: _version(name) if _is_there(module) else "not installed" for name, module in LIBRARIES.items()}
 
@@ -275,8 +290,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
             if of.get("remedy"):
                 text.append(f"  {'':10} remedy: {of['remedy']}")
     text += [f"  error: {backends['error']}"] if "error" in backends else []
-    for section in ("libraries", "files"):
-        text += ["", section, *_facts(facts[section])]
+    for section in ("private_names", "libraries", "files"):
+        text += ["", section.replace("_", " "), *_facts(facts[section])]
     return text
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..core.private.torch import storage_of
+
 
 def overlaps_itself(x: torch.Tensor) -> bool:
     """Whether two elements may share an address. None do if each stride exceeds the reach of all smaller ones."""
@@ -37,14 +39,14 @@ def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
     if v.shape[-1] >= k.shape[-1] or v.is_contiguous() or v.dtype != k.dtype or v.stride() != k.stride():
         return False
     if k.is_meta:
-        return k.untyped_storage()._cdata == v.untyped_storage()._cdata and k.storage_offset() == v.storage_offset()
+        return storage_of(k) == storage_of(v) and k.storage_offset() == v.storage_offset()
     return k.data_ptr() == v.data_ptr()
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
-    if a.is_meta and a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    if a.is_meta and storage_of(a) != storage_of(b):
         return False
     (a0, a1), (b0, b1) = extent(a), extent(b)
     return a0 < b1 and b0 < a1

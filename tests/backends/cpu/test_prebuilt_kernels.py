@@ -192,7 +192,7 @@ from tilewise.backends.cpu import compiler, object_code, prebuilt
 from tiny_kernel import adding, no_compiler, run_tiny, said
 prebuilt.FOLDER = Path({folder!r})
 prebuilt.cpu_features, prebuilt.machine = (lambda: set(prebuilt.TARGETS["avx2"].features)), (lambda: "x86_64")
-object_code._FunctionCompiler = None
+object_code.compile_linked = None
 assert run_tiny(compiler.kernel("tiny")) == 42
 """
 
@@ -225,7 +225,7 @@ from tilewise import attention
 from tilewise.backends.cpu import object_code, prebuilt
 prebuilt.FOLDER = Path(sys.argv[1])
 if prebuilt.FOLDER.is_dir():
-    object_code._FunctionCompiler = None
+    object_code.compile_linked = None
 torch.manual_seed(0)
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):

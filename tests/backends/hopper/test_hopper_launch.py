@@ -81,7 +81,7 @@ def test_later_launches_pass_addresses_and_tiles():
     driver, tiles = TileDriver(), {}
     ready, q = ready_kernel(driver, tiles)
     assert driver.launched == []
-    bf16 = tensor_map.TMA_DTYPE_DEVICE_TO_HOST[10]
+    bf16 = tensor_map.TMA_DTYPES[10]
     assert driver.encoded == [
         (bf16, q.data_ptr(), [64, 5, 3, 1], [192 * 2, 64 * 2, 8 * 2], [64, 64, 1, 1], (0, 3, tensor_map.L2_128B, 0))
     ]

@@ -26,6 +26,7 @@ from tilewise.backends.hopper.mla.kernel import latent_decode
 from tilewise.backends.hopper.mla.launch import Launcher, Launches
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
+from tilewise.core.private import torch as private
 from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN, stored_as
 from tilewise.dispatch import planner
@@ -267,7 +268,7 @@ def test_rows_that_lie_apart_are_not_prefetched():
 
 @pytest.mark.parametrize("given", [{}, {"sinks": True, "q_len": 2}, {"paged": False, "lse": False}], ids=str)
 def test_a_repeated_call_has_the_addresses_of_its_tensors(given, monkeypatch):
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    monkeypatch.setattr(private, "current_stream", lambda index: 5)
     latent, made = arguments(**given)
     launched = []
 

@@ -24,6 +24,7 @@ from tilewise.backends.triton.arguments import TENSORS
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
+from tilewise.core.private import torch as private
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
 from tilewise.validation import calls
@@ -134,8 +135,8 @@ def test_what_stays_is_made_by_another_thread(monkeypatch):
 
     monkeypatch.setattr(semaphores.Semaphores, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(private, "is_capturing", lambda: False)
+    monkeypatch.setattr(private, "current_stream", lambda device: 5)
     kept = semaphores.Semaphores(8, spare=2)
     device = torch.device("cuda", 0)
     assert kept.address(5, device) == kept.take(device).data_ptr() == kept.by_stream[5].data_ptr()
@@ -160,7 +161,7 @@ def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
     lister = block_sparsity_launch.Lister.__new__(block_sparsity_launch.Lister)
     lister.kept = ()
     monkeypatch.setattr(lister, "retiled", lambda tile_map: made.append(tile_map) or f"cut {len(made)}")
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    monkeypatch.setattr(private, "current_stream", lambda index: stream[0])
     monkeypatch.setattr(block_sparsity_launch, "capturing", lambda: captured[0])
 
     def tile_map():
@@ -197,7 +198,7 @@ class Recorded:
 
 def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
     """In the order of the kernels' arguments, whatever the caller's layout is; the first time through the plan."""
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # a CPU has no index
+    monkeypatch.setattr(private, "current_device", lambda: None)  # a CPU has no index
     q, pages, out = torch.randn(2, 4, 1, 32), torch.randn(8, 16, 2, 32), torch.empty(2, 4, 1, 32)
     lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     rows = pages.transpose(1, 2)

@@ -123,11 +123,12 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A plain loop over NumPy arrays, compiled and cached on disk by a digest of its file."""
     import numba
 
+    from ...core.private.numba import keep_in
     from .kernel_cache import CachedLoop
 
     stamp = hashlib.sha256(Path(loop.__code__.co_filename).read_bytes()).hexdigest()
     function: Any = numba.njit(nogil=True)(loop)
-    function._cache = CachedLoop(loop.__name__, stamp)  # Numba's own needs a folder in the package or at home
+    keep_in(function, CachedLoop(loop.__name__, stamp))  # Numba's own needs a folder in the package or at home
     return function
 
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import Any
 
 from numba import types
-from numba.core.registry import cpu_target
 
+from ...core.private.numba import cpu_target, emit_module
 from . import prebuilt
 from .codegen.bf16_dot import has_bf16
 from .codegen.formats import DECODE
@@ -25,7 +25,7 @@ from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni
 from .kernel_cache import CachedKernel, cache_directory, file_lock
 from .linker import Kernel, link, load
-from .object_code import emit_module, emit_object, signature
+from .object_code import emit_object, signature
 
 _lock = threading.RLock()
 _kernels: dict[str, Kernel] = {}

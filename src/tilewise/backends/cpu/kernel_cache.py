@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import secrets
 import stat
 import sys
@@ -29,20 +28,18 @@ from typing import Any, TypeVar
 
 import llvmlite
 import numba
-from numba.core.compiler import CompileResult
-from numba.core.runtime.nrt import rtsys
-from numba.core.serialize import dumps
 
 from ...core.cache_home import cache_home, others_may_change
+from ...core.private.numba import pickled, unpickled
 
 FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
 # No link is followed, a pipe that nobody writes to is not waited for, and on Windows bytes stay as they are.
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
-# files of `core` with constants of kernels, and those that make the nodes of an expression from its text
+# Files of `core` with constants of kernels, on which their code depends, and that make an expression from its text.
 EXPRESSION = tuple(f"expression/{name}.py" for name in ("build", "derivative", "mods", "node", "text"))
-CORE_SOURCES = ("large_lse.py", "mask_rules.py", "storage.py", *EXPRESSION)
+CORE_SOURCES = ("large_lse.py", "mask_rules.py", "private/numba.py", "storage.py", *EXPRESSION)
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
@@ -122,13 +119,12 @@ class CachedLoop(CachedKernel):
         return str(cache_directory())
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        rtsys.initialize(target_context)  # Numba functions that cached code links to
         key = self.key(signature, target_context.codegen().magic_tuple())
-        return self.load(key, lambda code: CompileResult._rebuild(target_context, *pickle.loads(code)))
+        return self.load(key, lambda code: unpickled(code, target_context))
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if not (result.lifted or result.library.has_dynamic_globals):
-            self.save(self.key(signature, result.library.codegen.magic_tuple()), dumps(result._reduce()))
+            self.save(self.key(signature, result.library.codegen.magic_tuple()), pickled(result))
 
 
 def read(file: str, key: bytes) -> bytes:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
+from ...core.private.numba import cgutils
 from ...core.storage import FORMATS, MOST
 from .codegen import dtypes
 from .codegen.dtypes import CODES, NAMES

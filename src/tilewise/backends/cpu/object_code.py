@@ -6,16 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
-from numba.core.registry import cpu_target
 
+from ...core.private.numba import compile_linked
 from .codegen.numba_ops import OPTIONS, KernelCompiler
 from .linker import ENTRY
-from .numba_patches import link_callees, modules_only
 
 
 def signature(fn: Callable[..., Any], result: Any) -> Any:
@@ -26,31 +22,14 @@ def signature(fn: Callable[..., Any], result: Any) -> Any:
 def emit_object(fn: Callable[..., Any], name: str, result: Any = types.void) -> bytes:
     """An object file that defines the C function `name` and its Python entry, and nothing else."""
     kind, fn.__qualname__ = signature(fn, result), name
-    with modules_only():
-        compiled = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, KernelCompiler).compile(kind.args, kind.return_type)
-        library, context = compiled.library, cpu_target.target_context
-        library._final_module.link_in(llvm.parse_assembly(str(entry_module(context, compiled.fndesc, name))))
-        link_callees(library, library._final_module)
-        library._optimize_final_module()
-    module = library._final_module
+    module, emit = compile_linked(
+        fn, kind, OPTIONS, KernelCompiler, lambda context, fndesc: entry_module(context, fndesc, name)
+    )
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name not in (name, name + ENTRY):
             value.linkage = "private"
     module.verify()
-    return library.codegen._tm.emit_object(module)
-
-
-def emit_module(build: Callable[[ir.Module, str], None], name: str) -> bytes:
-    """An object file of the LLVM module that `build` fills: the C function `name`."""
-    codegen = cpu_target.target_context.codegen()
-    module = codegen._create_empty_module(name)
-    build(module, name)
-    with global_compiler_lock:
-        library = codegen.create_library(name)
-        library._final_module.link_in(llvm.parse_assembly(str(module)))
-        library._optimize_final_module()
-        library._final_module.verify()
-        return codegen._tm.emit_object(library._final_module)
+    return emit(module)
 
 
 def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:

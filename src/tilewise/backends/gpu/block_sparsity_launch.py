@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...core.private import torch as private
 from ...core.problem import Problem
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
@@ -52,9 +53,9 @@ class Lister:
         source = tile_map.states
         if not source.is_cuda or capturing():
             return self.retiled(tile_map)
-        stream = torch._C._cuda_getCurrentRawStream(source.device.index)
-        if not self.kept or self.kept[0] is not source or self.kept[1:3] != (source._version, stream):
-            self.kept = (source, source._version, stream, self.retiled(tile_map))
+        stream = private.current_stream(source.device.index)
+        if not self.kept or self.kept[0] is not source or self.kept[1:3] != (private.version_of(source), stream):
+            self.kept = (source, private.version_of(source), stream, self.retiled(tile_map))
         made: torch.Tensor = self.kept[3]
         return made
 

@@ -7,25 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
-from triton.language.core import base_value
-
 import triton
 
-from ...core.private import number
+from ...core.private import find, number
 
 __all__ = [
     "TensorDescriptor", "aggregate", "base_value", "cp_async", "cp_async_arrive", "fence_async_shared", "gl", "gluon",
@@ -68,32 +52,34 @@ SEEN = {
 }
 
 
-if VERSION >= (3, 7):
-    thread_barrier = gl.barrier
-else:
-    thread_barrier = gl.thread_barrier
+gluon, gl = find(GLUON), find(f"{GLUON}.language")
+builtin = find(f"{GLUON}.language._core.builtin")
+TensorDescriptor = find(f"{GLUON}.nvidia.hopper.TensorDescriptor")
+aggregate, base_value = find("triton.language.core._aggregate"), find("triton.language.core.base_value")
+async_copy, tma, mbarrier = find(f"{HOPPER}.async_copy"), find(f"{HOPPER}.tma"), find(f"{HOPPER}.mbarrier")
+fence_async_shared = find(f"{HOPPER}.fence_async_shared")
+warpgroup_mma, warpgroup_mma_wait = find(f"{HOPPER}.warpgroup_mma"), find(f"{HOPPER}.warpgroup_mma_wait")
 
-cp_async_arrive = async_copy.mbarrier_arrive
-tma_store_wait = tma.store_wait
+thread_barrier = find(f"{GLUON}.language.{'barrier' if VERSION >= (3, 7) else 'thread_barrier'}")
+cp_async_arrive = find(f"{HOPPER}.async_copy.mbarrier_arrive")
+tma_store_wait = find(f"{HOPPER}.tma.store_wait")
 if VERSION >= (3, 8):
-    cp_async, tma_load, tma_store, tma_add = (
-        async_copy.async_load,
-        tma.async_load,
-        tma.async_store,
-        tma.async_atomic_add,
-    )
+    cp_async, tma_load = find(f"{HOPPER}.async_copy.async_load"), find(f"{HOPPER}.tma.async_load")
+    tma_store, tma_add = find(f"{HOPPER}.tma.async_store"), find(f"{HOPPER}.tma.async_atomic_add")
 else:
-    cp_async = async_copy.async_copy_global_to_shared
-    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    cp_async = find(f"{HOPPER}.async_copy.async_copy_global_to_shared")
+    tma_load = find(f"{HOPPER}.tma.async_copy_global_to_shared")
+    tma_store = find(f"{HOPPER}.tma.async_copy_shared_to_global")
+    kinds = find("triton._C.libtriton.ir.DESCRIPTOR_REDUCE_KIND")
 
-    @_core.builtin  # type: ignore[untyped-decorator]
+    @builtin  # type: ignore[untyped-decorator]
     def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
         """TMA reduce-add of a tile from shared to global memory, in the current bulk group."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+        _semantic.builder.create_async_tma_reduce(kinds.ADD, desc.handle, coord, src.handle)
 
 
-@_core.builtin  # type: ignore[untyped-decorator]
+@builtin  # type: ignore[untyped-decorator]
 def reinterpret(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """A tile of shared memory with another type, shape and layout."""
     method = tile.reinterpret if VERSION >= (3, 9) else tile._reinterpret

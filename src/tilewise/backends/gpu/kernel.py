@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-import triton
-
+from ...core.private import torch as private
+from ...core.private.triton import INTERPRETED, launch_of
 from ...core.tensors import FIELDS, Tensors
 from .driver import CELLS, EARLY, NO_CONTEXT, CULaunchAttribute, CULaunchConfig, check, driver, tensor_map_driver
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .tensor_map import TensorMap
 
 Arguments = dict[str, Any]
-INTERPRETED = triton.knobs.runtime.interpret
 # Without fused multiply-adds the same expression gives the same bits in every loop of a kernel.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -40,7 +39,7 @@ def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
     either = 0
     for address in addresses:
         either |= address
-    return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
+    return either & 15 == 0 and private.current_device() == device.index
 
 
 def key_of(k: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -103,7 +102,6 @@ def bind_addresses(launcher: Any, t: Tensors) -> Callable[..., None]:
     It takes tensors in the order of FIELDS; None is skipped.
     """
     device, index = t.q.device, t.q.device.index
-    current_device = getattr(torch._C, "_cuda_getDevice", None)  # the interpreter needs no torch for GPUs
     there = {name: getattr(t, name) for name in FIELDS}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
     given = [x for x in there.values() if x is not None]
@@ -113,7 +111,7 @@ def bind_addresses(launcher: Any, t: Tensors) -> Callable[..., None]:
     def launch(*tensors: torch.Tensor | None) -> None:
         nonlocal ready
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        if ready is not None and current_device is not None and current_device() == index:
+        if ready is not None and private.current_device() == index:
             launcher.relaunch(ready, addresses, device)
             return
         given = [x for x in tensors if x is not None]
@@ -167,16 +165,11 @@ class KernelLaunch:
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, int], given: Arguments, places: Any) -> None:
-        meta = compiled.metadata
-        assert meta.num_ctas == 1
-        assert meta.global_scratch_size == meta.profile_scratch_size == 0
-        assert not meta.launch_cooperative_grid
+        of = launch_of(compiled)
         self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first: two more arguments of every kernel, unused
-        forms = iter(getattr(meta, "tensordesc_meta", None) or ())
+        forms = iter(of.forms)
         found: list[int] = []
-        for name, kind in compiled.src.signature.items():
-            if kind == "constexpr":
-                continue
+        for name, kind in of.kinds.items():
             if kind[0] == "*":
                 found.append(places.pointer(given[name]))
                 continue
@@ -191,11 +184,11 @@ class KernelLaunch:
         nothing = ctypes.addressof(self.cells[0])
         self.parameters = (ctypes.c_void_p * (len(found) + 2))(*found, nothing, nothing)
         self.early = CULaunchAttribute(EARLY, 0, 1)
-        early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
-        self.config = CULaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
+        early = (ctypes.addressof(self.early), 1) if of.early else (None, 0)
+        self.config = CULaunchConfig(*grid, 1, 32 * of.warps, 1, 1, of.shared, None, *early)
         self.compiled = compiled  # keeps the code that is launched
         config, parameters = ctypes.addressof(self.config), ctypes.addressof(self.parameters)
-        self.arguments = (config, compiled.function, parameters, None)
+        self.arguments = (config, of.function, parameters, None)
 
 
 class CompiledLaunch:
@@ -209,11 +202,8 @@ class CompiledLaunch:
         self, compiled: Any, grid: tuple[int, int], given: Arguments, cuda: Any = None,
         maps: dict[Any, TensorMap] | None = None,
     ) -> None:  # fmt: skip
-        meta = compiled.metadata
-        assert meta.num_ctas == 1
-        assert meta.global_scratch_size == meta.profile_scratch_size == 0
-        assert not meta.launch_cooperative_grid
-        kinds = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+        of = launch_of(compiled)
+        kinds = of.kinds
         self.pointers = [name for name, kind in kinds.items() if kind[0] == "*"]
         self.pack = struct.Struct(f"={len(self.pointers)}Q").pack_into
         self.addresses = (ctypes.c_uint64 * len(self.pointers))()
@@ -222,7 +212,7 @@ class CompiledLaunch:
         self.driver = cuda or (tensor_map_driver() if described else driver())
         self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first: two more arguments of every kernel, unused
         self.maps = {} if maps is None else maps
-        forms = iter(getattr(meta, "tensordesc_meta", None) or ())
+        forms = iter(of.forms)
         places: list[int] = []
         for name, kind in kinds.items():
             if kind[0] == "*":
@@ -239,11 +229,11 @@ class CompiledLaunch:
         nothing = ctypes.addressof(self.cells[0])
         self.parameters = (ctypes.c_void_p * (len(places) + 2))(*places, nothing, nothing)
         self.early = CULaunchAttribute(EARLY, 0, 1)
-        early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
-        self.launch_config = CULaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
+        early = (ctypes.addressof(self.early), 1) if of.early else (None, 0)
+        self.launch_config = CULaunchConfig(*grid, 1, 32 * of.warps, 1, 1, of.shared, None, *early)
         self.compiled = compiled  # keeps the code that is launched
         config, parameters = ctypes.addressof(self.launch_config), ctypes.addressof(self.parameters)
-        self.arguments = (config, compiled.function, parameters, None)
+        self.arguments = (config, of.function, parameters, None)
         self.launch = self.driver.launch
         self.context = self.driver.context()
         self.lock = Lock()
@@ -260,7 +250,7 @@ class CompiledLaunch:
     def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
         """Launches with these addresses, in the order of `pointers`."""
         if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            stream = private.current_stream(private.current_device())
         with self.lock:  # launch parameters are in memory that all threads share
             self.pack(self.addresses, 0, *addresses)
             self.launch_config.stream = stream

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.private import torch as private
+from ...core.private.triton import INTERPRETED, launch_of
 from ...core.storage import as_bytes
 from .driver import NO_CONTEXT, check, driver, tensor_map_driver
-from .kernel import INTERPRETED, Arguments, Kernel, KernelLaunch
+from .kernel import Arguments, Kernel, KernelLaunch
 from .semaphores import Semaphores, capturing
 
 ALIGNMENT = 128  # of workspaces, in bytes
@@ -118,7 +120,7 @@ def alias(x: torch.Tensor) -> torch.Tensor:
 
 def id_of(x: torch.Tensor) -> int:
     """A number that the views of a tensor share with it."""
-    return x.untyped_storage()._cdata
+    return private.storage_of(x)
 
 
 class LaunchProgram:
@@ -133,8 +135,7 @@ class LaunchProgram:
         self.workspace_bytes = recorded.workspace_bytes
         self.derived: list[Origin] = []
         first = len(recorded.tensors) + len(self.semaphores) + (self.workspace_bytes > 0)
-        kernels = [compiled for compiled, _, _ in recorded.launches]
-        kinds = [kind for compiled in kernels for kind in compiled.src.signature.values()]
+        kinds = [kind for compiled, _, _ in recorded.launches for kind in launch_of(compiled).kinds.values()]
         described = any(kind.startswith("tensordesc") for kind in kinds)
         self.driver = tensor_map_driver() if described else driver()
         self.memory = (ctypes.c_uint64 * (first + len(kinds)))()
@@ -149,11 +150,11 @@ class LaunchProgram:
 
     def __call__(self, addresses: list[int]) -> None:
         """Launches with the call's tensors at these addresses, all of them aligned, on the current device."""
-        if self.captured is not None and torch._C._cuda_isCurrentStreamCapturing():
+        if self.captured is not None and private.is_capturing():
             self.captured(addresses)
             return
         device = self.device
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         for semaphores in self.semaphores:
             addresses.append(semaphores.address(stream, device))
         if self.workspace_bytes:

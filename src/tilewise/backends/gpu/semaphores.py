@@ -11,6 +11,8 @@ from threading import Thread
 
 import torch
 
+from ...core.private import torch as private
+
 SPARE = 64  # captured calls for which counters are allocated in advance
 _kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outlive all other references to them
 
@@ -27,11 +29,11 @@ class Semaphores:
         """Counters for one call on the current stream."""
         if device.type != "cuda":
             return torch.zeros(self.count, dtype=torch.int32, device=device)
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if private.is_capturing():
             counters = self.spare.pop() if self.spare else self.zeros(1, device)[0]
             _kept.append(counters)
             return counters
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         known = self.by_stream.get(stream)
         if known is None:
             known, *spare = self.lasting(device)
@@ -68,4 +70,4 @@ class Semaphores:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_available() and torch._C._cuda_isCurrentStreamCapturing()
+    return torch.cuda.is_available() and private.is_capturing()

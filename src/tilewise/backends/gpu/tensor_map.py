@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
+from ...core.private.triton import TMA_DTYPES
 from .driver import check
 
 MAP_BYTES = 128  # of the driver's `CUtensorMap`, which begins at a multiple of 64 bytes
@@ -28,7 +27,7 @@ class TensorMap:
         box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
         steps = (ctypes.c_uint32 * rank)(*[1] * rank)
         arrays = (ctypes.addressof(x) for x in (dims, strides, box, steps))
-        element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        element = TMA_DTYPES[meta["elem_type"]]
         check(cuda.encode(self.at, element, rank, self.address, *arrays, 0, meta["swizzle"], L2_128B, 0), "described")
 
     def move(self, address: int) -> None:

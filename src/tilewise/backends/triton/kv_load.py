@@ -11,8 +11,8 @@ import triton.language as tl
 import triton
 
 from ...core import storage
+from ...core.private.triton import INTERPRETED
 
-INTERPRETED = triton.knobs.runtime.interpret
 UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`dequant.py`)
 LATENT, LATENT_SCALES = tl.constexpr(storage.LATENT), tl.constexpr(storage.LATENT_SCALES)
 TYPES = {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}

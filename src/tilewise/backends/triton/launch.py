@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.plan import ByPlan, Plan
+from ...core.private import torch as private
+from ...core.private.triton import INTERPRETED
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
+from ..gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
 from ..gpu.varlen_order_launch import Orderer
@@ -135,8 +137,8 @@ class Launcher(AddressLauncher):
         attention, inside, fixup, combining, listing, ordering = ready
         partial = partial_ml = 0
         workspace = flags = None
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
+        stream = private.current_stream(device.index)
+        if inside is not None and not private.is_capturing():
             semaphores = self.semaphores.address(stream, device)
             partial_ml = semaphores + 4 * self.semaphores_end
             addresses += [partial_ml + 4 * self.partial_at, partial_ml, semaphores]

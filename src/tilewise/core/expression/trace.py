@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import InvalidArgument
+from ..private.torch import without_modes
 from .arrays import Array, Untraceable, kind_of_dtype, scalar
 from .build import as_node, cast
 from .lowering import DUNDER, LOWER, SAME_AS
@@ -50,10 +50,10 @@ def trace(function: Callable[..., Any], name: str) -> Trace:
     """The expression of a `score_mod` or `mask_mod`; `InvalidArgument` with the user's line if it has none."""
     names = SIGNATURES[name]
     mode = _Mode()
-    with _disable_current_modes():  # of a tracer that records operations, or makes tensors of its own
+    with without_modes():  # of a tracer that records operations, or makes tensors of its own
         cells = [mode.cell(x) for x in names]
     try:
-        with _disable_current_modes(), mode:
+        with without_modes(), mode:
             result = function(*cells)
         node = as_node(result) if isinstance(result, (bool, int, float)) else mode.array(result).node()
     except Untraceable as error:

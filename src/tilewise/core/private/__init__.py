@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NoReturn
 
 Seen = Mapping[str, Mapping[str, str]]  # module or object: versions, apart by blanks: names, apart by blanks
@@ -34,6 +35,9 @@ class Missing:
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         self._fail()
 
+    def __mro_entries__(self, bases: Any) -> NoReturn:
+        self._fail()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # inspection, copies
             raise AttributeError(name)
@@ -47,19 +51,15 @@ def find(path: str) -> Any:
 
 
 def _at(path: str) -> Any:
-    found: Any = None
-    module, names = path, list[str]()
-    while module:
-        try:
-            found = importlib.import_module(module)
-            break
-        except ImportError:
-            module, _, name = module.rpartition(".")
-            names.insert(0, name)
-    else:
+    place, *names = path.split(".")
+    try:
+        found: Any = importlib.import_module(place)
+        for name in names:
+            place = f"{place}.{name}"
+            of = getattr(found, name, None)
+            found = importlib.import_module(place) if of is None and isinstance(found, ModuleType) else of
+    except ImportError:
         return None
-    for name in names:
-        found = getattr(found, name, None)
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...core.private.torch import gpu_sleep
 from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, interleaved, summary, waiting
 
 GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide the host's work
@@ -66,7 +67,7 @@ def seconds(run: Call) -> float:
     """The time of one run on the GPU's clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(BACKLOG)
+    gpu_sleep(BACKLOG)
     start.record()
     run()
     end.record()

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import cgutils
 
+from ....core.private.numba import bfloat, cgutils
 from ..isa import cpu_features
 from .vector import Emit, Value, W
-
-
-class BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-
-BFloat._create_instance()
 
 
 def has_bf16() -> bool:
@@ -27,7 +17,7 @@ def has_bf16() -> bool:
 
 def dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
     """c plus the products of both bf16 numbers in each lane of a and b."""
-    pairs = ir.VectorType(BFloat(), 2 * W)
+    pairs = ir.VectorType(bfloat(), 2 * W)
     kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return e.builder.call(function, [c, e.builder.bitcast(a, pairs), e.builder.bitcast(b, pairs)])

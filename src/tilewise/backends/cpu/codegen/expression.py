@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from ....core.expression.build import LEAST, MOST
 from ....core.expression.node import COMPARE, FLOAT_1, INT_2, Node, in_order
+from ....core.private.numba import cgutils
 from . import functions
 from .vector import F16, F32, I1, I8, I16, I32, I64, Emit, Value, W
 

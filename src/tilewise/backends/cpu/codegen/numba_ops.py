@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, types
-from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
+from ....core.private.numba import Compiler
 from ....core.storage import FORMATS
 from ....core.storage import LATENT as LATENT_WIDTH
 from ....core.storage import LATENT_SCALES as SCALE_BYTES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.core import cgutils
 
+from ....core.private.numba import cgutils
 from .vector import I8, I32, I64, Emit, Value, W, microkernel
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ....core.private.numba import cgutils
 from ..isa import cpu_features, host_width
 from .formats import DECODE, Lanes
 

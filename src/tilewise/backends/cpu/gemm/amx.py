@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 
+from ....core.private.numba import cgutils
 from ..codegen.vector import I8, Emit, Value, W, microkernel
 from ..isa import cpu_features
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
+from ....core.private.numba import cgutils
 from ....core.storage import StorageFormat
 from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_line

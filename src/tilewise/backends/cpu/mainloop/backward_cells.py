@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..codegen.bf16_dot import BFloat
+from ..codegen.bf16_dot import bfloat
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..gemm.backward import VECTORS, rows_times
 from ..gemm.fp32 import KEYS, PANEL
@@ -108,7 +108,7 @@ def dot_minus(e: Emit, x: Value, y: Value, count: Value, factor: Value, minus: V
 
 def _bits(e: Emit, x: Value) -> Value:
     """float32 to bf16, as 16-bit integers."""
-    return e.builder.bitcast(e.builder.fptrunc(x, e.vector(BFloat())), e.vector(I16))
+    return e.builder.bitcast(e.builder.fptrunc(x, e.vector(bfloat())), e.vector(I16))
 
 
 def _pair(e: Emit, low: Value, high: Value) -> Value:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.plan import ByPlan, Plan
+from ....core.private import torch as private
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
 from ...gpu.kernel import Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
@@ -181,7 +182,7 @@ class Launcher:
 
     def relaunch(self, ready: list[Step], at: dict[str, int], device: torch.device) -> None:
         """Repeats an earlier call's launches, with tensors at these addresses."""
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         with self.lock:
             for launch, pointers, maps in ready:
                 for tensor_map, name in maps:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ....core.plan import ByPlan, Plan
+from ....core.private import torch as private
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
 from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Listing, Lists
@@ -113,7 +114,7 @@ class Launcher(AddressLauncher):
         """Launches by address."""
         at: Arguments = dict(zip(self.names, addresses, strict=True))
         ordering, attention, fixup, listing, maps = ready
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         at["o"] = at["OUT"]
         if self.spec.guard:
             at["COUNTER"] = self.semaphores.take(device).data_ptr()

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ....core.plan import ByPlan, Plan
+from ....core.private import torch as private
 from ....core.tensors import Tensors
 from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
 from ...gpu.semaphores import Semaphores
@@ -68,7 +69,7 @@ class Launcher(AddressLauncher):
     def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
         """Launches by address."""
         at: Arguments = dict(zip(self.names, addresses, strict=True))
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         workspace = self.workspace(device)  # kept until the kernels have been queued
         partial = workspace.data_ptr()
         at |= {

@@ -23,13 +23,15 @@ from typing import Any
 import torch
 
 from ....core.plan import ByPlan, Plan
+from ....core.private import torch as private
+from ....core.private.triton import INTERPRETED
 from ....core.problem import MaskSpec, Problem
 from ....core.storage import as_bytes
 from ....core.tensors import BackwardTensors, Tensors
 from ....core.tile_map import TileMap
 from ...gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
+from ...gpu.kernel import Arguments, Kernel, is_aligned, stride_arguments
 from ...gpu.semaphores import capturing
 from ...gpu.target import INTERPRETER, Target, target_of
 from ..launch import alignment
@@ -112,7 +114,7 @@ class Backward:
         """Launches by address."""
         launches, listings = ready
         device = t.dout.device
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = private.current_stream(device.index)
         addresses = {name: x.data_ptr() for name, x in given.items()}
         kept = []  # until the kernels have been queued
         lists = {}

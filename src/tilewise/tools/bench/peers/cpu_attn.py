@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....core.options import as_window
+from ....core.private.torch import has_amx, has_avx512
 from ...workloads import Inputs, Workload
 from .candidate import Candidate, Refused, not_installed, refuse
 
@@ -27,7 +28,7 @@ def library() -> Path | None:
     """vLLM's operators for this processor."""
     spec = importlib.util.find_spec("vllm")
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    name = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+    name = "_C_AVX512.abi3.so" if has_avx512() else "_C_AVX2.abi3.so"
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 
@@ -72,7 +73,7 @@ def prepare(
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     cache = torch.zeros(int(table.max()) + 1, kv_heads, 2 * BLOCK, head_dim, dtype=q.dtype)
     k_cache, v_cache = cache.chunk(2, dim=2)
-    isa = "amx" if torch.cpu._is_amx_tile_supported() and q.dtype == torch.bfloat16 else "vec"
+    isa = "amx" if has_amx() and q.dtype == torch.bfloat16 else "vec"
     ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, isa, 1.0, 1.0, "auto")
     sizes = len(lengths), heads, kv_heads, head_dim
     plan = ops.get_scheduler_metadata(*sizes, lengths, q.dtype, cu_q, causal, window, isa, True, None, "auto")

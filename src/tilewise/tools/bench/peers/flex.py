@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....core.options import as_window
+from ....core.private.torch import dynamo
 from ...workloads import Inputs, Workload
 from .candidate import Candidate, limit, not_installed, refuse
 
@@ -24,7 +25,7 @@ def candidates(case: Workload, x: Inputs) -> Iterator[Candidate]:
 
     refuse(NAME, page_tables=case.page_size, packed_sequences=case.packed)
     limit(NAME, "its block mask, as it is made,", case.q_len * case.kv_len, x.q.device)
-    torch._dynamo.config.recompile_limit = 256  # each case is another function; the default is 8
+    dynamo.config.recompile_limit = 256  # each case is another function; the default is 8
     block_mask = None
     mask_mod = _mask_mod(case, x)
     if mask_mod is not None:
