@@ -176,7 +176,9 @@ doctor()
 
 
 def test_doctor_says_what_is_missing():
-    text = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
     assert "the installed torch has no torch._C._is_any_autocast_enabled" in text
     assert "no torch._C._is_any_autocast_enabled, which was there in 2.6, 2.11, 2.13, 2.15" in text
     assert "no numba.core.serialize.dumps, which was there in 0.60, 0.68" in text

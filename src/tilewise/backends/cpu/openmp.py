@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ...core.private.torch import LIBRARY
+
 # `parallel(function, argument, threads, 0)` calls `void function(argument)` in up to `threads` threads, including the
 # caller.
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -31,7 +33,7 @@ def find_parallel() -> Any:
     """
     if sys.platform != "linux":
         return None
-    for scope in (None, torch._C.__file__):
+    for scope in (None, LIBRARY):
         try:
             library = ctypes.CDLL(scope)
             parallel = PARALLEL(("GOMP_parallel", library))

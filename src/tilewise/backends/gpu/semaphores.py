@@ -43,7 +43,7 @@ class Semaphores:
 
     def address(self, stream: int, device: torch.device) -> int:
         """The address of the counters for one call on this stream, the current one."""
-        known = None if torch._C._cuda_isCurrentStreamCapturing() else self.by_stream.get(stream)
+        known = None if private.is_capturing() else self.by_stream.get(stream)
         return (self.take(device) if known is None else known).data_ptr()
 
     def lasting(self, device: torch.device) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def _at(path: str) -> Any:
             place = f"{place}.{name}"
             of = getattr(found, name, None)
             found = importlib.import_module(place) if of is None and isinstance(found, ModuleType) else of
-    except ImportError:
+    except Exception:  # a library that is half there raises anything
         return None
     return found
 

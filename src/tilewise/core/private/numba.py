@@ -21,9 +21,10 @@ SEEN = {
     "numba.core": {
         ALL: """
         base.BaseContext.get_abi_sizeof base._has_loc cgutils codegen.CPUCodeLibrary.finalize
-        codegen.CPUCodeLibrary._optimize_final_module codegen.JITCPUCodegen._create_empty_module codegen.JITCPUCodegen.set_env compiler.CompileResult._rebuild
-        compiler.CompileResult._reduce compiler.Compiler compiler_lock.global_compiler_lock
-        cpu.CPUContext.create_cfunc_wrapper cpu.CPUContext.create_cpython_wrapper dispatcher._FunctionCompiler
+        codegen.CPUCodeLibrary._optimize_final_module codegen.JITCPUCodegen._create_empty_module
+        codegen.JITCPUCodegen.set_env compiler.CompileResult._rebuild compiler.CompileResult._reduce compiler.Compiler
+        compiler_lock.global_compiler_lock cpu.CPUContext.create_cfunc_wrapper
+        cpu.CPUContext.create_cpython_wrapper dispatcher._FunctionCompiler
         event.end_event event.start_event interpreter.peep_hole_delete_with_exit
         interpreter.peep_hole_fuse_dict_add_updates postproc.PostProcessor.run postproc.VariableLifetime
         registry.cpu_target.target_context runtime.nrt.rtsys serialize.dumps transforms.canonicalize_cfg
@@ -162,7 +163,7 @@ def modules_only() -> Iterator[None]:
         "numba.types.Record.__repr__": types.Type.__repr__,  # it formats all fields, at every pass, for event listeners
         "numba.core.event.start_event": nothing,  # at every LLVM call
         "numba.core.event.end_event": nothing,
-        "numba.core.codegen.JITCPUCodegen._create_empty_module codegen.JITCPUCodegen.set_env": nothing,  # for code in Numba's own engine
+        "numba.core.codegen.JITCPUCodegen.set_env": nothing,  # for code in Numba's own engine
         "numba.core.postproc.PostProcessor.run": process,  # after every pass
         "numba.core.interpreter.peep_hole_delete_with_exit": unchanged,  # for `with`, which kernels do not use
         "numba.core.interpreter.peep_hole_fuse_dict_add_updates": unchanged,  # for dicts

@@ -67,6 +67,8 @@ tree_map_only = find("torch.utils._pytree.tree_map_only")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # the operator of torch's flash kernel on the CPU
 version_of = attrgetter("_version")  # of a tensor: how often it was written to
 
+LIBRARY: str = torch._C.__file__  # linked to what torch is
+
 # Streams of GPUs.
 current_stream: Any = find("torch._C._cuda_getCurrentRawStream")  # the handle, by the index of a device
 current_device: Any = find("torch._C._cuda_getDevice")

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..codegen.bf16_dot import bfloat
+from ....core.private.numba import bfloat
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..gemm.backward import VECTORS, rows_times
 from ..gemm.fp32 import KEYS, PANEL
