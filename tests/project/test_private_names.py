@@ -164,7 +164,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 del torch._C._is_any_autocast_enabled, mbarrier.expect, numba.core.serialize.dumps
 import tilewise
 q = torch.ones(1, 1, 3, 8)
-assert tilewise.attention(q, q, q).equal(q)
+assert tilewise.attention(q, q, q, backend="torch").equal(q)
 from tilewise.compat import sdpa
 try:
     sdpa.scaled_dot_product_attention(q, q, q)
