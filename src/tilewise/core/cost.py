@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .expression.cells import cells_of
+from .expression.cells import seen as visible_to
+from .mod_tiles import mod_states
 from .plan import Cost
 from .problem import Problem
 from .tensors import Sequence, Tensors, sequences
@@ -17,6 +20,9 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     """The cost of a call cut into tiles of `tile`."""
     p = problem
     mask_map = _mask_map(p, tensors, tile)
+    found_map = None if p.device.type == "meta" else mod_states(p, tensors, tile)
+    mod_map = None if found_map is None else found_map.cpu()
+    shown: TileMap | None = None
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
@@ -27,11 +33,17 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             tiles = [a + b for a, b in zip(tiles, found[2], strict=True)]
             continue
         widths = (hi - lo).clamp_min(0)
-        cells += _masked_cells(seq, lo, hi) if p.mask is not None or p.tree else int(widths.sum()) * p.heads
+        by_function = None if mod_map is None else mod_map[seq.b % len(mod_map)]
+        if p.mask is not None or p.tree:
+            cells += _masked_cells(seq, lo, hi)
+        elif by_function is not None:
+            cells += _function_cells(seq, lo, hi, by_function, tile)
+        else:
+            cells += int(widths.sum()) * p.heads
         seen = widths > 0
         if bool(seen.any()):
             keys += int(hi[seen].max() - lo[seen].min())
-        if mask_map is None and not p.rules.affine and not p.tree:
+        if mask_map is None and by_function is None and not p.rules.affine and not p.tree:
             for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
                 tiles[kind] += count * p.heads
             continue
@@ -42,6 +54,9 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             states = span_tiles(lo[None], hi[None], seq.kv_len, tile)
         if p.tree:  # a tree mask hides cells in the tiles of the queries' own keys
             states[..., max(0, seq.kv_len - seq.q_len) // tile[1] :].clamp_(max=1)
+        if by_function is not None:
+            states = torch.minimum(states, by_function[:, : states.shape[-2], : states.shape[-1]])
+            shown = shown or TileMap(states[None], tile, (seq.q_len, seq.kv_len))
         if mask_map is not None:
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
             nq, nk = states.shape[1:]
@@ -62,7 +77,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     moved += keys * p.k_shared_dim * p.k_dtype.itemsize
     if p.mask is not None:
         moved += mask_cells * p.mask.dtype.itemsize
-    return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles))
+    return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles), shown)
 
 
 def _chosen_cells(
@@ -100,8 +115,35 @@ def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tens
     return TileMap.from_mask(tensors.mask[kept], tile).states.cpu()
 
 
+def _function_cells(
+    seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, states: torch.Tensor, tile: tuple[int, int]
+) -> int:
+    """Cells that spans and mask_mod leave visible, counted one by one in mixed tiles `[1 or H, nq, nk]` alone.
+
+    What score_mod hides counts, except whole tiles.
+    """
+    p, (BQ, BK) = seq.problem, tile
+    sizes, count = _sizes(seq.kv_len, BK), 0
+    for i, top in enumerate(range(0, seq.q_len, BQ)):
+        rows, plane = slice(top, min(top + BQ, seq.q_len)), states[:, i, : len(sizes)]
+        used = plane.amax(0) > 0  # by any head
+        j = torch.arange(seq.kv_len, device="cpu")[used.repeat_interleave(sizes)]
+        inside = (lo[rows, None] <= j) & (j < hi[rows, None])  # [n, m]
+        shown = plane.repeat_interleave(sizes, 1)[:, None, used.repeat_interleave(sizes)] > 0  # [1 or H, 1, m]
+        seen = torch.ones((), dtype=torch.bool, device="cpu")
+        if bool((plane == 1).any()) and p.mods is not None and p.mods.mask is not None:
+            device = seq.tensors.q.device
+            qpos, kpos = seq.positions(rows, slice(0, seq.kv_len), "cpu")
+            cells = cells_of(seq.b, p.heads, qpos.to(device), kpos[:, j].to(device))
+            kept = visible_to(p.mods, cells, seq.tensors.captured)
+            seen = seen if kept is None else kept.cpu()
+        visible = inside & shown & seen
+        count += int(visible.sum()) * (p.heads // visible.shape[0])
+    return count
+
+
 def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor) -> int:
-    """Cells that spans and masks leave visible, counted ROWS rows at a time."""
+    """Cells that spans, masks and functions leave visible, counted ROWS rows at a time."""
     p = seq.problem
     heads = 1 if p.mask is None or p.mask.broadcast[1] else p.heads
     count = 0
@@ -112,5 +154,10 @@ def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor) -> int:
         seen = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask[:heads].cpu()
         seen = seen if seen.dtype == torch.bool else seen != -torch.inf
         seen = seen if tree is None else seen & tree.cpu()
-        count += int((seen & (lo[part, None] <= kpos) & (kpos < hi[part, None])).sum())
-    return count * (p.heads // heads)
+        if p.mods is not None and p.mods.mask is not None:
+            own = cells_of(seq.b, p.heads, *seq.positions(part, slice(0, seq.kv_len)))
+            kept = visible_to(p.mods, own, seq.tensors.captured)
+            seen = seen if kept is None else seen & kept.cpu()
+        visible = seen & (lo[part, None] <= kpos) & (kpos < hi[part, None])  # [1 or H, n, m] or [n, m]
+        count += int(visible.sum()) * (p.heads // (len(visible) if visible.ndim > 2 else 1))
+    return count

@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
 from typing_extensions import TypedDict
 
 from ..errors import InvalidArgument
+from .expression.spans import Rules, least
 from .mask_rules import PLAIN_PLACES, MaskRules, Offset, Places, Window
 
 LIMIT = 2**29  # of positions and lengths: see above
@@ -185,6 +186,19 @@ def as_rules(
     if causal and sizes is not None and sizes[0] <= 1 and places == PLAIN_PLACES:
         causal = not (q_offset == "end" or (isinstance(q_offset, int) and q_offset >= sizes[1] - 1))
     return MaskRules(causal, as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths, places)
+
+
+def with_rules(o: Options, found: Rules) -> Options | None:
+    """The options with the rules that a function states too; None if no option says both."""
+    chunk = as_chunk(o.chunk)
+    if found.chunk and chunk and found.chunk != chunk:
+        return None
+    left, right = as_window(o.window)
+    causal = as_flag("causal", o.causal) or found.right == 0
+    left = least(left, found.left)
+    right = right if causal else least(right, found.right)
+    window = None if left is None and right is None else (left, right)
+    return replace(o, causal=causal, window=window, chunk=chunk or found.chunk or None)
 
 
 def as_block(block_size: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .problem import Problem
-from .tile_map import TileCounts
+from .tile_map import TileCounts, TileMap
 
 Made = TypeVar("Made")
 MOST_KEPT = 4096
@@ -27,6 +27,7 @@ class Cost:
     flops: int  # 2 * D + 2 * Dv for each of them
     bytes_moved: int  # q, visible k and v (once if V lies in K), their scales, the mask's mixed tiles, out and lse
     tiles: TileCounts  # of the plan's tile, over batch rows and heads
+    function_map: TileMap | None = None  # of the first sequence, if functions of the user hide tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class Plan:
 
     def text(self, every_backend: bool = False) -> str:
         """The plan as text. Backends for another kind of device are left out unless `every_backend`."""
+        from .tile_pictures import marks
+
         p = self.problem
         kv = p.kv_heads if p.kv_heads != p.heads else p.heads
         width = f"{p.head_dim}" if p.head_dim == p.value_dim else f"{p.head_dim}/{p.value_dim}"
@@ -95,6 +98,7 @@ class Plan:
                 f"  work       {_flops(c.flops)} over {c.cells:,} visible cells, {_size(c.bytes_moved)} moved",
                 f"  tiles      {c.tiles.skip:,} skipped, {c.tiles.full:,} full, {c.tiles.mixed:,} mixed",
             ]
+            lines += [] if c.function_map is None else [f"             {row}" for row in marks(c.function_map)]
         lines += [f"  copied     {copy}" for copy in p.copies]
         lines += [f"  note       {note}" for note in self.notes]
         lines += self._not_taken("not", every_backend)

@@ -1,4 +1,4 @@
-"""Conversion between the tile states of a `TileMap` and lists of block indices."""
+"""Tile states: of cells, in other tiles, and as lists of block indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,31 @@ from ..errors import InvalidArgument
 from .arrays import to_tensor
 from .options import is_int, to_int
 
-FULL = 2  # as in `tile_map.py`, which imports this module
+MIXED, FULL = 1, 2  # as in `tile_map.py`, which imports this module
+
+
+def any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
+    """Whether a tile of bool `cells` `[B, H, Lq, Lk]` holds a True one: `[B, H, nq, nk]`."""
+    for dim, tile in ((3, BK), (2, BQ)):
+        size = min(tile, max(1, cells.shape[dim]))  # no padding past the edges
+        tail = -cells.shape[dim] % size
+        pad = (0, tail) if dim == 3 else (0, 0, 0, tail)
+        cells = torch.nn.functional.pad(cells, pad, value=False).unflatten(dim, (-1, size)).any(dim + 1)
+    return cells
+
+
+def regroup(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> torch.Tensor:
+    """Regroups one dim of `states` from tiles of `old` to tiles of `new` cells, `size` cells in all."""
+    if old == new or size == 0:
+        return states
+    starts = torch.arange(0, size, new, device=states.device)
+    first = starts // old
+    last = ((starts + new).clamp_max(size) - 1) // old
+    index = first[:, None] + torch.arange(int(new // old + 2), device=states.device)  # [n, reach]
+    index = torch.minimum(index, last[:, None])  # repeats the last tile, which changes neither min nor max
+    parts = states.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+    low, high = parts.amin(dim + 1), parts.amax(dim + 1)
+    return torch.where(low == high, low, MIXED).to(torch.uint8)
 
 
 def states_of(indices: Any, columns: int) -> torch.Tensor:

@@ -11,9 +11,12 @@ from typing_extensions import Unpack
 from ..errors import InvalidArgument
 from . import keywords
 from .arrays import to_tensor
-from .options import LIMIT, Options, RuleOptions, as_block, as_size, as_tile, is_int
-from .signatures import shows
-from .tile_blocks import best_of, indices_of, states_of
+from .devices import as_device
+from .expression.mods import Mods, bind
+from .mod_tiles import states_of_mod
+from .options import LIMIT, Options, RuleOptions, as_block, as_offset, as_size, as_tile, is_int, to_int
+from .signatures import MaskMod, shows
+from .tile_blocks import any_in_tiles, best_of, indices_of, regroup, states_of
 from .tile_spans import span_tiles
 from .tile_spec import TileMapSpec, spec_of
 
@@ -36,9 +39,9 @@ class TileCounts(NamedTuple):
 class TileMap:
     """The state of each tile `(BQ, BK)` of a score matrix `[Lq, Lk]`: 0 skip, 1 mixed or 2 full.
 
-    Make maps with `from_mask` or `from_spec`, combine them with `&`, and pass one to a call as `tile_map=`. The output
-    is the same, bit for bit, with and without it. `from_blocks` and `from_topk` make maps of blocks that queries
-    choose; pass these to a call as `block_indices=`, which `block_indices()` gives.
+    Make maps with `from_mask`, `from_mod` or `from_spec`, combine them with `&`, and pass one to a call as `tile_map=`.
+    The output is the same, bit for bit, with and without it. `from_blocks` and `from_topk` make maps of blocks that
+    queries choose; pass these to a call as `block_indices=`, which `block_indices()` gives.
 
     Args:
         states: uint8 `[1 or B, 1 or H, nq, nk]`. `nq = ceil(Lq / BQ)`, or 1 where the mask is broadcast; `nk` likewise.
@@ -47,6 +50,7 @@ class TileMap:
         mask_kind: `"bool"` or `"float"` if the map classifies a dense mask.
         spec: the rules, if the map classifies position rules.
         chosen: whether the map holds chosen blocks, which a call needs as `block_indices` too.
+        mask_mod: what it computes, if the map classifies a `mask_mod`.
     """
 
     states: torch.Tensor
@@ -55,6 +59,7 @@ class TileMap:
     mask_kind: str | None = None
     spec: TileMapSpec | None = field(default=None, repr=False)
     chosen: bool = False
+    mask_mod: Mods | None = None
 
     def __post_init__(self) -> None:
         as_tile("tile", self.tile)
@@ -108,8 +113,8 @@ class TileMap:
             raise InvalidArgument("mask", f"rank {mask.ndim}", "rank 2 [Lq, Lk], 3 [H, Lq, Lk] or 4 [B, H, Lq, Lk]")
         planes = mask[(None,) * (4 - mask.ndim)]  # [B, H, Lq, Lk]
         is_bool = mask.dtype == torch.bool
-        seen = _any_in_tiles(planes if is_bool else planes != -torch.inf, BQ, BK)
-        partial = _any_in_tiles(~planes if is_bool else planes != 0, BQ, BK)
+        seen = any_in_tiles(planes if is_bool else planes != -torch.inf, BQ, BK)
+        partial = any_in_tiles(~planes if is_bool else planes != 0, BQ, BK)
         states = seen.to(torch.uint8) + (seen & ~partial).to(torch.uint8)
         shape = (planes.shape[2], planes.shape[3])
         return cls(states, (BQ, BK), shape, mask_kind="bool" if is_bool else "float")
@@ -139,6 +144,42 @@ class TileMap:
             raise InvalidArgument("tile", f"{tile}, {count} tiles of {Lq} x {Lk}", f"at most {MOST_TILES} tiles")
         spec, spans = spec_of(Options(**options, kv_lengths=kv_lengths), Lq, Lk, device)
         return cls(span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=spec)
+
+    @classmethod
+    def from_mod(
+        cls,
+        mask_mod: MaskMod,
+        Lq: int,
+        Lk: int,
+        tile: tuple[int, int] = (64, 64),
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_offset: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> TileMap:
+        """Classifies a `mask_mod` by intervals of positions, without evaluating a cell.
+
+        A tile is skipped, or full, if that is certain; others are mixed. There is one plane for each batch row and head
+        that the function tells apart. `device` is that of the tensors that it captures.
+
+        >>> documents = torch.arange(8) // 3
+        >>> print(TileMap.from_mod(lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k), 8, 8, (2, 2)))
+        TileMap 8 x 8 in tiles of 2 x 2: 9 skip, 7 mixed, 0 full
+        ▒...
+        ▒▒..
+        .▒▒.
+        ..▒▒
+        """
+        tile, Lq, Lk = as_tile("tile", tile), as_size("Lq", Lq), as_size("Lk", Lk)
+        if (count := -(-Lq // tile[0]) * -(-Lk // tile[1])) > MOST_TILES:
+            raise InvalidArgument("tile", f"{tile}, {count} tiles of {Lq} x {Lk}", f"at most {MOST_TILES} tiles")
+        offset = Lk - Lq if q_offset is None else as_offset(to_int(q_offset), Lq, Lk)
+        bound = bind(None, mask_mod, torch.device("cpu") if device is None else as_device(device))
+        if bound is None:
+            raise InvalidArgument("mask_mod", "None", "a function mask_mod(b, h, q_idx, kv_idx)")
+        sizes = as_size("batch", batch), as_size("heads", heads)
+        return cls(states_of_mod(bound, offset, (Lq, Lk), tile, *sizes), tile, (Lq, Lk), mask_mod=bound.mods)
 
     @classmethod
     def from_blocks(cls, block_indices: Any, block_size: int, Lq: int, Lk: int) -> TileMap:
@@ -204,9 +245,11 @@ class TileMap:
         states = torch.minimum(self.states, other.states)
         kinds = {self.mask_kind, other.mask_kind} - {None}
         kind = None if not kinds else "float" if "float" in kinds else "bool"
+        if self.mask_mod is not None and other.mask_mod not in (None, self.mask_mod):
+            raise InvalidArgument("other", "a map of another mask_mod", "one of a mask_mod that has both conditions")
         shape = (max(shapes[0]), max(shapes[1]))
         return TileMap(states, self.tile, shape, mask_kind=kind, spec=self.spec or other.spec,
-                       chosen=self.chosen or other.chosen)  # fmt: skip
+                       chosen=self.chosen or other.chosen, mask_mod=self.mask_mod or other.mask_mod)  # fmt: skip
 
     def retile(self, tile: tuple[int, int]) -> TileMap:
         """The same map with another tile size. A tile that covers tiles of different states becomes mixed."""
@@ -216,7 +259,7 @@ class TileMap:
         states = self.states
         for dim, (size, old, new) in enumerate(zip(self.shape, self.tile, tile, strict=True), start=2):
             states = regroup(states, dim, size, old, new)
-        return TileMap(states, tile, self.shape, self.mask_kind, self.spec, self.chosen)
+        return TileMap(states, tile, self.shape, self.mask_kind, self.spec, self.chosen, self.mask_mod)
 
     def counts(self) -> TileCounts:
         """Number of tiles in each state, over all planes. On a GPU this synchronises."""
@@ -239,6 +282,7 @@ class TileMap:
         """One line, without reading the states: they may be on a GPU."""
         source = ["rules"] * (self.spec is not None) + ["chosen blocks"] * self.chosen
         source += [f"a {self.mask_kind} mask"] if self.mask_kind else []
+        source += ["a mask_mod"] * (self.mask_mod is not None)
         (Lq, Lk), (BQ, BK) = self.shape, self.tile
         words = f"{Lq} x {Lk} in tiles of {BQ} x {BK}, states {list(self.states.shape)}"
         return f"<TileMap {words}{', of ' * bool(source)}{' and '.join(source)}>"
@@ -257,27 +301,3 @@ class TileMap:
         from .tile_pictures import draw
 
         return draw(self, ax, plane)
-
-
-def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
-    """Whether a tile of bool `cells` `[B, H, Lq, Lk]` holds a True one: `[B, H, nq, nk]`."""
-    for dim, tile in ((3, BK), (2, BQ)):
-        size = min(tile, max(1, cells.shape[dim]))  # no padding past the edges
-        tail = -cells.shape[dim] % size
-        pad = (0, tail) if dim == 3 else (0, 0, 0, tail)
-        cells = torch.nn.functional.pad(cells, pad, value=False).unflatten(dim, (-1, size)).any(dim + 1)
-    return cells
-
-
-def regroup(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> torch.Tensor:
-    """Regroups one dim of `states` from tiles of `old` to tiles of `new` cells, `size` cells in all."""
-    if old == new or size == 0:
-        return states
-    starts = torch.arange(0, size, new, device=states.device)
-    first = starts // old
-    last = ((starts + new).clamp_max(size) - 1) // old
-    index = first[:, None] + torch.arange(int(new // old + 2), device=states.device)  # [n, reach]
-    index = torch.minimum(index, last[:, None])  # repeats the last tile, which changes neither min nor max
-    parts = states.index_select(dim, index.flatten()).unflatten(dim, index.shape)
-    low, high = parts.amin(dim + 1), parts.amax(dim + 1)
-    return torch.where(low == high, low, MIXED).to(torch.uint8)

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .extras import need
-from .tile_map import SKIP, TileCounts, TileMap, regroup
+from .tile_blocks import regroup
+from .tile_map import SKIP, TileCounts, TileMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,10 +16,11 @@ MARKS = ".▒█"  # skip, mixed, full
 STATES = ("skip", "mixed", "full")
 COLOURS = ("#f2f2f2", "#f4a259", "#2e6f95")
 SIZE = 64  # marks in a line at most
+SMALL = 32
 PIXELS = 320  # a side of the picture in a notebook
 
 
-def _picture(tiles: TileMap) -> tuple[str, list[list[int]]]:
+def _picture(tiles: TileMap, most: int = SIZE) -> tuple[str, list[list[int]]]:
     """A line that describes the map, and the marks of its first plane."""
     Lq, Lk = tiles.shape
     counts = tiles.counts()
@@ -29,12 +31,17 @@ def _picture(tiles: TileMap) -> tuple[str, list[list[int]]]:
     if planes := tiles.states.shape[0] * tiles.states.shape[1] - 1:
         title += f" ({planes} more planes)"
     plane = tiles.states[:1, :1]
-    merged = [max(1, -(-size // SIZE)) for size in plane.shape[2:]]
+    merged = [max(1, -(-size // most)) for size in plane.shape[2:]]
     for dim, several in enumerate(merged, start=2):
         plane = regroup(plane, dim, plane.shape[dim], 1, several)
     if max(merged) > 1:
         title += f"; each mark is {merged[0]} x {merged[1]} of them"
     return title, plane[0, 0].tolist()
+
+
+def marks(tiles: TileMap) -> list[str]:
+    """The marks of a small picture."""
+    return ["".join(MARKS[state] for state in row) for row in _picture(tiles, SMALL)[1]]
 
 
 def as_text(tiles: TileMap) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from ..core import keywords
 from ..core.expression.mods import Bound, bind
-from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
+from ..core.expression.spans import split
+from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int, with_rules
 from ..core.problem import CAPTURED
 from ..errors import InvalidArgument
 from .function import EXTRAS
@@ -112,10 +113,14 @@ def prepare(
     rows = len(cu_q) - 1 if packed else q.shape[0]
     offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
     doc_places = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
+    bound = functions_of(options, q)
+    if bound is not None:  # what a mask_mod states as a rule is neither sent nor computed
+        found, rest = split(bound.mods)
+        if (narrowed := with_rules(o, found)) is not None:
+            o, bound = narrowed, None if rest is None else Bound(rest, bound.tensors)
     rules = as_rules(o)
     biases = _checked_biases(o, q, packed, head, seq, Lk)
     indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
-    bound = functions_of(options, q)
     plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, bound, *biases.values()))
     fusible = order != "striped" and plain and all(len(of_document) == 1 for of_document in doc_places)
     task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), doc_places, fusible, scheme == "gather")

@@ -13,6 +13,7 @@ import torch
 
 from ..core.arrays import to_tensor
 from ..core.expression.mods import Mods, bind
+from ..core.expression.spans import split
 from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
@@ -29,6 +30,7 @@ from ..core.options import (
     as_split_size,
     is_int,
     to_int,
+    with_rules,
 )
 from ..core.problem import Form, MaskSpec, Problem, Selection
 from ..core.tensors import Tensors
@@ -36,6 +38,7 @@ from ..errors import InvalidArgument
 from ..quantised import Quantised
 from . import shapes, values
 from .arguments import Checker, Operand
+from .function_checks import check_loads
 from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
 
@@ -125,7 +128,7 @@ def _checked(
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
-    mods = _functions(c, t, o)
+    o, mods = _functions(c, t, o)
     out, lse = _outputs(c, t, o, cv.width)
     as_flag("deterministic", o.deterministic)  # used by the backward pass; a wrong value is refused here already
     offset = _offset(form, t, o, q_len, kv_len)
@@ -252,13 +255,22 @@ def _score_tensors(
     return spec, kv_len
 
 
-def _functions(c: Checker, t: Tensors, o: Options) -> Mods | None:
-    """What the functions of the user compute. Sets `t.captured`."""
+def _functions(c: Checker, t: Tensors, o: Options) -> tuple[Options, Mods | None]:
+    """What the functions of the user compute, and the options with the rules that a mask_mod states. Sets `t.captured`.
+
+    A tile map of rules has to name the call's, and nodes of a tree have rules of their own: then functions stay whole.
+    """
     bound = bind(o.score_mod, o.mask_mod, c.device)
     if bound is None:
-        return None
-    t.captured = tuple(c.captured(n, x) for n, x in enumerate(bound.tensors))
-    return bound.mods
+        return o, None
+    tensors = tuple(c.captured(n, x) for n, x in enumerate(bound.tensors))
+    mods: Mods | None = bound.mods
+    if o.tile_map is None and o.tree_mask is None:
+        rules, rest = split(bound.mods)
+        if (narrowed := with_rules(o, rules)) is not None:
+            o, mods = narrowed, rest
+    t.captured = () if mods is None else tensors
+    return o, mods
 
 
 def _offset(form: Form, t: Tensors, o: Options, q_len: int, kv_len: int) -> Offset:
@@ -282,6 +294,8 @@ def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -
             setattr(t, name, values.as_int32(x, *ends))
     values.check_positions(problem, t, o.validate)
     check_tile_map(problem, t, o.validate)
+    if o.validate is True:
+        check_loads(problem, t)
     values.check_indices(problem, t.key_indices, o.validate)
 
 

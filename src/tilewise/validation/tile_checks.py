@@ -40,6 +40,10 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
     if tile_map.chosen and (p.selection is None or p.selection.block == 1):
         remedy = "block_indices=tile_map.block_indices(), block_size=...: a map alone hides nothing"
         raise InvalidArgument("tile_map", "a map of chosen blocks, without block_indices", "block_indices too", remedy)
+    if tile_map.mask_mod is not None and (p.mods is None or p.mods.mask_alone is not tile_map.mask_mod):
+        given = "no mask_mod" if p.mods is None or p.mods.mask is None else "another"
+        remedy = "mask_mod= beside it, with the same function"
+        raise InvalidArgument("tile_map", "a map of a mask_mod", f"one of the call's, which has {given}", remedy)
     kind = None if p.mask is None else "bool" if p.mask.is_bool else "float"
     if tile_map.mask_kind is not None and kind is None:
         raise InvalidArgument("tile_map", "a map of a dense mask, without that mask", "mask= beside it")

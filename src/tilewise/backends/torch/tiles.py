@@ -8,9 +8,10 @@ import torch
 
 from ...core.expression.cells import cells_of, modified, seen
 from ...core.mask_rules import key_span
+from ...core.mod_tiles import mod_states
 from ...core.plan import Plan
 from ...core.tensors import Sequence, Tensors
-from ...core.tile_map import MIXED, TileMap
+from ...core.tile_map import MIXED, SKIP, TileMap
 
 FEW = 16  # query rows of a head
 
@@ -35,18 +36,24 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
-    """The state of each of the plan's tiles, `[B][nq][nk]`, merged over heads, which are computed together."""
+    """The state of each of the plan's tiles, `[B][nq][nk]`, merged over heads, which are computed together.
+
+    A tile that functions of the user hide is skipped too; full is what the mask leaves whole.
+    """
     p, tile_map = plan.problem, tensors.tile_map
-    if tile_map is None:
-        if p.mask is None or tensors.mask is None:
-            return None
+    if tile_map is None and p.mask is not None and tensors.mask is not None:
         kept = tuple(slice(0, 1) if broadcast else slice(None) for broadcast in p.mask.broadcast)
         tile_map = TileMap.from_mask(tensors.mask[kept], plan.tile)
-    states = tile_map.retile(plan.tile).states
-    low, high = states.amin(1), states.amax(1)
     nq, nk = (-(-n // t) for n, t in zip((p.q_len, p.kv_len), plan.tile, strict=True))
-    merged = torch.where(low == high, low, MIXED).expand(p.batch, nq, nk)
-    return merged.tolist()
+    merged = None
+    if tile_map is not None:
+        states = tile_map.retile(plan.tile).states
+        low, high = states.amin(1), states.amax(1)
+        merged = torch.where(low == high, low, MIXED).expand(p.batch, nq, nk)
+    if (states_of_mods := mod_states(p, tensors, plan.tile)) is not None:
+        hidden = (states_of_mods == SKIP).all(1).expand(p.batch, nq, nk)
+        merged = torch.where(hidden, SKIP, MIXED if merged is None else merged)
+    return None if merged is None else merged.tolist()
 
 
 def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -70,6 +70,15 @@ class Mods:
         loads = () if self.mask is None else (x for x in in_order(self.mask) if x.op == "load")
         return min((int(x.args[0]) for x in loads), default=len(self.tensors))  # type: ignore[arg-type]
 
+    @cached_property
+    def mask_alone(self) -> Mods | None:
+        """The mask_mod without the score_mod beside it; None if there is none."""
+        if self.mask is None or self.score is None:
+            return None if self.mask is None else self
+        first = self.of_score
+        numbers = {n: n - first for n in range(first, len(self.tensors))}
+        return mods_of(to_text((None, renumbered(self.mask, numbers)), self.tensors[first:]))
+
     @property
     def differentiable(self) -> tuple[int, ...]:
         """The numbers of the captured tensors that the score depends on smoothly."""
