@@ -103,7 +103,7 @@ def test_the_low_level_call_gives_what_autograd_gives():
     assert got._fields == tuple(f"d{name}" for name in (*names, "score_mod"))
     assert all(x.shape == y.shape for x, y in zip(got[:-1], inputs, strict=True))
     some = attention_backward(q, k, v, out, lse, dout, grads=("k",), **options)
-    assert [x is None for x in some] == [True, False, *[True] * 6]
+    assert [x is None for x in some] == [True, False, *[True] * 7]
     arrays = [x.detach().numpy() for x in (q, k, v, out, lse, dout)]
     by_numpy = attention_backward(*arrays, causal=True)
     assert type(by_numpy.dq).__module__ == "numpy"

@@ -138,7 +138,8 @@ def test_generic_code_names_no_backend(name):
     for file in (BACKENDS.parent / name).rglob("*.py"):
         for line in file.read_text().splitlines():
             assert not re.match(r"\s*(from|import) .*\bbackends\b", line), f"{file}: {line}"
-            assert not re.search(r"\"(hopper|triton|metal)\"", line) or line.startswith("BACKENDS ="), f"{file}: {line}"
+            named = re.search(r"\"(hopper|triton|metal)\"", line) and file.parent.name != "private"  # there, the library
+            assert not named or line.startswith("BACKENDS ="), f"{file}: {line}"
 
 
 def test_caches_share_no_private_names():

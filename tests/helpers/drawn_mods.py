@@ -10,11 +10,11 @@ from tilewise.backends.cpu.codegen.vector import I64, Emit, W
 from tilewise.backends.cpu.linker import load as load_code
 from tilewise.backends.cpu.mainloop.mod_kernels import ARGUMENTS, KERNELS
 from tilewise.backends.cpu.mods import table_of
-from tilewise.backends.cpu.object_code import emit_module
 from tilewise.core.expression.build import const, make
 from tilewise.core.expression.mods import mods_of
 from tilewise.core.expression.node import load, source
 from tilewise.core.expression.text import to_text
+from tilewise.core.private.numba import emit_module
 
 KEYS = 21
 TENSORS = [("float32", 2), ("float32", 1), ("bfloat16", 1), ("int64", 2), ("bool", 1), ("int8", 1), ("float32", 0)]

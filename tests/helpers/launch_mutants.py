@@ -332,7 +332,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
-        self.ready = self.programs = AnyKey()
+        for name in {"ready", "programs"} & vars(self).keys():
+            setattr(self, name, AnyKey())
 
     for launcher in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append):
         around(patch, launcher, "__init__", wrong)

@@ -283,11 +283,12 @@ class Gpu:
 
         stream = SimpleNamespace(wait_stream=lambda other: None)
         names = {
-            "Event": Event, "CUDAGraph": Graph, "graph": Capture, "synchronize": lambda: None, "_sleep": lambda n: None,
+            "Event": Event, "CUDAGraph": Graph, "graph": Capture, "synchronize": lambda: None,
             "Stream": lambda: stream, "current_stream": lambda: stream,
         }  # fmt: skip
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(measure_gpu, "gpu_sleep", lambda cycles: None)
 
         class OnStream:
             def __init__(self, stream): ...

@@ -165,11 +165,11 @@ class TileMap:
 
         >>> documents = torch.arange(8) // 3
         >>> print(TileMap.from_mod(lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k), 8, 8, (2, 2)))
-        TileMap 8 x 8 in tiles of 2 x 2: 9 skip, 7 mixed, 0 full
+        TileMap 8 x 8 in tiles of 2 x 2: 10 skip, 6 mixed, 0 full
         ▒...
         ▒▒..
         .▒▒.
-        ..▒▒
+        ...▒
         """
         tile, Lq, Lk = as_tile("tile", tile), as_size("Lq", Lq), as_size("Lk", Lk)
         if (count := -(-Lq // tile[0]) * -(-Lk // tile[1])) > MOST_TILES:

@@ -55,8 +55,8 @@ def refusal(name: str, given: Any, expected: str) -> Exception:
     """An error of HTTP about an argument of a request."""
     from fastapi import HTTPException
 
-    error = HTTPException(400, f"{name}: got {given!r}, expected {expected}")
-    error.param = name  # type: ignore[attr-defined]
+    error: Any = HTTPException(400, f"{name}: got {given!r}, expected {expected}")
+    error.param = name
     return error
 
 
