@@ -138,7 +138,7 @@ def test_generic_code_names_no_backend(name):
     for file in (BACKENDS.parent / name).rglob("*.py"):
         for line in file.read_text().splitlines():
             assert not re.match(r"\s*(from|import) .*\bbackends\b", line), f"{file}: {line}"
-            named = re.search(r"\"(hopper|triton|metal)\"", line) and file.parent.name != "private"  # there, the library
+            named = re.search(r"\"(hopper|triton|metal)\"", line) and file.parent.name != "private"  # a library
             assert not named or line.startswith("BACKENDS ="), f"{file}: {line}"
 
 
