@@ -13,7 +13,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton lint format docs \
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton h200 lint format docs \
 	wheel clean
 
 help: ## show this list
@@ -67,6 +67,10 @@ triton: $(VENV)/.installed-dev ## tests of the GPU kernels with another Triton: 
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
 	PYTHONPATH=.cache/triton-$(WITH) $(PYTEST) -m "not slow" tests/backends/triton tests/backends/hopper
 
+# On the machine with the GPU, in whatever environment it has: torch for CUDA comes with it.
+h200: ## on an H200: all checks and times that are owed, in MINUTES=25; goes on where it stopped; PEERS=folder of peers_load.py
+	PYTHONPATH=src $(PYTHON) benchmarks/h200/owed.py --minutes $(MINUTES) --out .cache/h200 $(if $(PEERS),--peers $(PEERS))
+
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -98,6 +102,7 @@ clean: ## remove .venv, every cache and what make train wrote
 # torch for a GPU brings its Triton. Beside torch for the CPU, tests compile GPU kernels by the one that they ran with.
 TRITON := triton==3.6.0
 WITH ?= 3.7.1
+MINUTES ?= 25
 WHICH_TRITON := import sys, torch; print("" if torch.version.cuda or torch.version.hip or sys.platform != "linux" else "$(TRITON)")
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
