@@ -168,7 +168,9 @@ def load_notes() -> list[str]:
 
 
 def version_of(name: str) -> str | None:
-    """The version of an installed package; None without it."""
+    """The version of a package that is loaded, which may lie before an installed one, or installed; None without it."""
+    if (loaded := getattr(sys.modules.get(name), "__version__", None)) is not None:
+        return str(loaded)
     try:
         return version(name)
     except PackageNotFoundError:
