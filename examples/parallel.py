@@ -12,6 +12,7 @@ another. `generate` and `--accelerate` need the package accelerate.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
 
@@ -115,6 +116,7 @@ def main(words=None):
         return {"train": train, "generate": generate}[options.what](options, device)
     finally:
         if ours:
+            gc.collect()  # cycles of the model keep the group's threads running: Python aborts if one is when it exits
             dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """`examples/parallel.py` over two processes: sharded sequences, and `tp_plan="auto"`, as one process does it."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,22 @@ def test_two_processes_do_what_one_does():
         (tokens, rows), *others = one(_example, GENERATE) + two(_example, GENERATE)
         assert len(set(tokens[7:])) > 1
         assert others == [(tokens, rows // 2)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--accelerate",)])
+def test_no_thread_of_the_process_group_is_left(words):
+    """Python aborts at its exit if such a thread then frees a tensor."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = f"""
+import parallel
+parallel.main({["train", *LENGTH, *words]})
+print(*(path.read_text() for path in __import__("pathlib").Path("/proc/self/task").glob("*/comm")))
+"""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    path = os.pathsep.join([EXAMPLES, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **alone, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "1"}
+    out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "loss" in out.stdout
+    assert "gloo" not in out.stdout

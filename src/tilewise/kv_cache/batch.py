@@ -67,6 +67,12 @@ class Batch:
         self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
         self.block_table = cache.store.sequences.table.of(*slots, growth.pages)
 
+    def with_cache(self, cache: PagedKVCache | None) -> Batch:
+        """The same batch (what is written is shared) with another reference to its cache."""
+        batch = object.__new__(Batch)
+        vars(batch).update(vars(self), cache=cache)
+        return batch
+
     def write(self, k: Any, v: Any = None, layer: int = 0) -> None:
         """Stores the new tokens of a layer, once.
 

@@ -54,7 +54,11 @@ class Group:
     pages: int
 
 
-def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int], float]) -> list[Group]:
+Gain = Callable[[np.ndarray, int], float]
+Groups = tuple[float, list[Group]]  # with their total gain
+
+
+def shared(table: np.ndarray, full: np.ndarray, gain: Gain) -> list[Group]:
     """The groups with the largest total gain, by `gain(members, pages)`; none with a loss.
 
     Sequences that share pages form a tree. At each node either all sequences below form one group, or the branches are
@@ -70,29 +74,31 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
     [0 1 2] 2
     """
 
-    def best(members: np.ndarray, known: int) -> tuple[float, list[Group]]:
-        """The best groups of members that share their first `known` pages."""
-        most = int(full[members].min())
-        same = (table[members, known:most] == table[members[0], known:most]).all(0)
-        common = most if same.all() else known + int(same.argmin())
-        own = gain(members, common)
-        apart, parts = split(members, common)
-        if apart > max(own, 0.0):
-            return apart, parts
-        return (own, [Group(members, common)]) if own > 0 else (0.0, [])
+    return _split(table, full, gain, np.arange(len(full)), 0)[1]
 
-    def split(members: np.ndarray, column: int) -> tuple[float, list[Group]]:
-        """The same for each set of members that share one more page."""
-        members = members[full[members] > column]
-        pages, which, counts = np.unique(table[members, column], return_inverse=True, return_counts=True)
-        total, chosen = 0.0, []
-        for i in np.flatnonzero(counts > 1) if len(pages) else ():
-            value, groups = best(members[which == i], column + 1)
-            total += value
-            chosen += groups
-        return total, chosen
 
-    return split(np.arange(len(full)), 0)[1]
+def _best(table: np.ndarray, full: np.ndarray, gain: Gain, members: np.ndarray, known: int) -> Groups:
+    """The best groups of members that share their first `known` pages."""
+    most = int(full[members].min())
+    same = (table[members, known:most] == table[members[0], known:most]).all(0)
+    common = most if same.all() else known + int(same.argmin())
+    own = gain(members, common)
+    apart, parts = _split(table, full, gain, members, common)
+    if apart > max(own, 0.0):
+        return apart, parts
+    return (own, [Group(members, common)]) if own > 0 else (0.0, [])
+
+
+def _split(table: np.ndarray, full: np.ndarray, gain: Gain, members: np.ndarray, column: int) -> Groups:
+    """The same for each set of members that share one more page."""
+    members = members[full[members] > column]
+    pages, which, counts = np.unique(table[members, column], return_inverse=True, return_counts=True)
+    total, chosen = 0.0, []
+    for i in np.flatnonzero(counts > 1) if len(pages) else ():
+        value, groups = _best(table, full, gain, members[which == i], column + 1)
+        total += value
+        chosen += groups
+    return total, chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,11 +214,12 @@ class PagedKVCache:
             slots = self.store.sequences.slots(numbers)
             growth = self.store.grow(slots[0], new, ids)
             try:
-                self.store.latest = Batch(self, numbers, slots, new, growth, is_new=True)
+                batch = Batch(self, numbers, slots, new, growth, is_new=True)
+                self.store.latest = batch.with_cache(None)  # a cycle would keep the pages after the cache is dropped
             except BaseException:
                 self.store.sequences.undo(slots[0], growth)
                 raise
-            return self.store.latest
+            return batch
 
     def static_batch(self, batch: int, capacity: int, count: int = 1) -> StaticBatch:
         """A batch for decode steps whose tables stay at fixed addresses: for CUDA graphs and `torch.compile`.
@@ -264,7 +265,7 @@ class PagedKVCache:
         with self.store.lock:
             latest = self.store.latest
             if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
-                return latest  # the batch of the last `extend` or `append`
+                return latest.with_cache(self)  # the batch of the last `extend` or `append`
             slots = self.store.sequences.slots(numbers)
             now = self.store.sequences.as_they_are(slots[0], queries)
             return Batch(self, numbers, slots, queries, now, is_new=False)

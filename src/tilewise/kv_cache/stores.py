@@ -89,7 +89,7 @@ class PageStore:
     Attributes:
         lock: held while `sequences` are read or changed.
         splits: cascades of batches, until a sequence is truncated.
-        latest: the batch of the last `extend`, while it is up to date.
+        latest: the batch of the last `extend`, without the cache, while it is up to date.
     """
 
     def __init__(self, k: Store, v: Store, sequences: Sequences) -> None:

@@ -238,25 +238,25 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
         tables = NO_TABLES
         if own_items:
             tables = [0 if (x := rest[i]) is None else x.data_ptr() for i in tables_at]
-        team = pool.acquire(threads, scratch) if threads > 1 else 0
-        try:
-            status = launch(
-                address, scratch_of_thread(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-                0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
-                0 if v_scales is None else v_scales.data_ptr(), *tables,
-            )  # fmt: skip
-        finally:
-            if team:
-                pool.release()
-        if status:
-            if status & WRONG_TABLES:
-                return False
-            if status & SPARE_ROWS:
-                zero_rows(out, lse, int(rest[cu_q][-1]), 0)
-            if status & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
-                for x in structs:
-                    x.prefill = compiler.function("prefill")
-                return go(q, k, v, out, lse, k_scales, v_scales, *rest)
+        while True:
+            team = pool.acquire(threads, scratch) if threads > 1 else 0
+            try:
+                status = launch(
+                    address, scratch_of_thread(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+                    0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
+                    0 if v_scales is None else v_scales.data_ptr(), *tables,
+                )  # fmt: skip
+            finally:
+                if team:
+                    pool.release()
+            if not status & UNDONE_ITEM:
+                break
+            for x in structs:  # an infinity, which AMX cannot process: again, by fp32
+                x.prefill = compiler.function("prefill")
+        if status & WRONG_TABLES:
+            return False
+        if status & SPARE_ROWS:
+            zero_rows(out, lse, int(rest[cu_q][-1]), 0)
         return True
 
     go.kept, go.checks_tables = (structs, kept), own_items  # type: ignore[attr-defined]
