@@ -1,5 +1,7 @@
 """Devices as the GPU backends see them: targets, and the version of Triton that kernels need."""
 
+import importlib
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,11 +11,13 @@ import pytest
 import torch
 
 import tilewise
-from problem_space import problem_of
+from problem_space import draw, problem_of
 from tilewise.backends import hopper, triton
-from tilewise.backends.gpu import target
-from tilewise.backends.gpu.target import AMD, INTERPRETER, amd, nvidia, triton_refusal
+from tilewise.backends.gpu import coverage, target
+from tilewise.backends.gpu.coverage import KERNELS
+from tilewise.backends.gpu.target import AMD, INTERPRETER, amd, nvidia
 from tilewise.core.storage import FORMATS, stored_as
+from tilewise.dispatch import planner
 
 BACKENDS = Path(tilewise.__file__).parent / "backends"
 
@@ -38,13 +42,34 @@ def test_a_triton_that_does_not_do_is_a_reason_not_an_error(monkeypatch, version
 
 
 def test_versions_of_triton(monkeypatch):
-    monkeypatch.setattr(target, "triton_version", lambda: "3.7.0+git1234")
-    assert triton_refusal((3, 6)) is None
-    assert triton_refusal((3, 6), (3, 7)) is None
-    assert "3.6, and 3.7.0" in str(triton_refusal((3, 6), (3, 6)))
-    assert "3.8 or newer" in str(triton_refusal((3, 8)))
-    monkeypatch.setattr(target, "triton_version", lambda: "3.10.0")
-    assert triton_refusal((3, 6)) is None
+    """What compiles is served; what has not run, or was never tried, is a question."""
+    served, older = {"3.6.1": None, "3.7.0+git1234": "compiled with Triton 3.7"}, {"3.10.0": "never tried"}
+    for version, said in (served | older).items():
+        monkeypatch.setattr(target, "triton_version", lambda version=version: version)
+        for backend in KERNELS:
+            assert coverage.refusal(backend, "prefill") is None
+            found = coverage.question(backend, "prefill", nvidia(90), taken=True)
+            assert (found is None) == (said is None)
+            assert said is None or said in found.what
+            assert coverage.question(backend, "prefill", INTERPRETER, taken=True) is None
+    monkeypatch.setattr(target, "triton_version", lambda: "3.8.1")
+    monkeypatch.setitem(KERNELS["hopper"], "prefill", {"3.6": ("sm_90",), "3.7": (), "3.8": None})
+    assert coverage.refusal("hopper", "prefill") == "needs Triton 3.6 or 3.7, and 3.8.1 is installed"
+
+
+def test_families_are_those_of_the_table():
+    """Each that a backend gives a problem has its entries, for the same versions."""
+    for backend, families in KERNELS.items():
+        assert len({tuple(entries) for entries in families.values()}) == 1
+        for entries in families.values():
+            assert all(re.fullmatch(r"\d+\.\d+", version) for version in entries)
+            assert None not in [next(iter(entries.values()))]
+        chance, found = random.Random(0), set()
+        own = importlib.import_module(f"tilewise.backends.{backend}")
+        for _ in range(300):
+            p = draw(chance, indices=True)
+            found |= {own.family(p), own.family(replace(p, grads=("q", "k", "v"), mods=None))}
+        assert found <= set(families)
 
 
 def test_targets_are_told_apart(monkeypatch):
@@ -78,9 +103,8 @@ def test_amd_is_open_where_kernels_were_compiled_for_it(monkeypatch):
     for gfx in AMD:
         monkeypatch.setattr(triton, "target_of", lambda device, gfx=gfx: amd(gfx))
         assert triton.supports(problem()) is None
-        notes = triton.plan(problem()).notes
-        assert any(f"compiled for {gfx}, not yet run on hardware" in note for note in notes)
-        assert any("tilewise verify" in note and "backend='torch'" in note for note in notes)
+        assert triton.unproven(problem()) == (f"compiled for {gfx}, not yet run on hardware", True)
+        assert any("tilewise prove" in note for note in planner.choose.__wrapped__(problem(), "triton").notes)
     for gfx in ("gfx1030", ""):
         monkeypatch.setattr(triton, "target_of", lambda device, gfx=gfx: amd(gfx))
         assert "compiled for gfx90a" in str(triton.supports(problem()))
@@ -110,7 +134,7 @@ def test_heads_that_would_spill_are_refused(monkeypatch):
 def test_only_what_ran_has_no_note(monkeypatch):
     for arch in (80, 90, 100):
         monkeypatch.setattr(triton, "target_of", lambda device, arch=arch: nvidia(arch))
-        assert any("not yet run" in note for note in triton.plan(problem()).notes) == (arch != 90)
+        assert (triton.unproven(problem()) is not None) == (arch != 90)
 
 
 def test_another_gpu_is_seen_in_one_thread_alone():

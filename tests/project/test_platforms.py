@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from tilewise.backends.gpu.target import AMD, CARDS, EXECUTED
+from tilewise.backends.gpu.coverage import KERNELS
+from tilewise.backends.gpu.target import AMD, CARDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/platforms.md").read_text()
@@ -30,10 +31,23 @@ def test_no_cell_is_without_a_record():
 
 def test_every_gpu_has_a_row():
     """And says that it ran where the plan says so, and nowhere else."""
-    for name, ran in {**{f"sm_{arch}": arch in EXECUTED for arch in CARDS}, **dict.fromkeys(AMD, False)}.items():
+    ran = {gpu for of in KERNELS.values() for entries in of.values() for gpus in entries.values() for gpu in gpus or ()}
+    for name in (*(f"sm_{arch}" for arch in CARDS), *AMD):
         mine = [row for row in rows() if re.search(rf"\b{name}\b", row[0])]
         assert mine, name
-        assert all(bool(row[1]) == ran for row in mine), name
+        assert all(bool(row[1]) == (name in ran) for row in mine), name
+
+
+def test_versions_of_triton_are_those_of_the_table():
+    """A row for each version, a cell for each backend; "executed" where its kernels have run."""
+    table = re.search(r"^\| Triton \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    said = {version: dict(zip(("triton", "hopper"), cells, strict=True)) for version, _, *cells in lines}
+    for backend, families in KERNELS.items():
+        for family, entries in families.items():
+            for version, gpus in entries.items():
+                word = "does not compile" if gpus is None else "executed" if gpus else "compiled"
+                assert word in said[version][backend], (backend, family, version)
 
 
 def test_instructions_of_arm_are_those_of_the_record():

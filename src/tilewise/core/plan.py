@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .problem import Problem
 from .tile_map import TileCounts, TileMap
@@ -17,6 +17,19 @@ class OtherDevice(str):
     """A backend's reason to refuse any call: the backend is for another kind of device."""
 
     __slots__ = ()
+
+
+class Lacking(str):
+    """Why kernels do not serve a device that they are made for: another version would do. The planner warns of it."""
+
+    __slots__ = ()
+
+
+class Unproven(NamedTuple):
+    """What no record says of a backend's kernels on a device with a compiler: `tilewise prove` asks the machine."""
+
+    what: str  # "compiled with Triton 3.7, not yet run on a GPU"
+    taken: bool  # on trust, with a note in the plan; if not, only where it is named or proven
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,25 @@ def no_selection(problem: Problem) -> str | None:
     return None if s is None else f"it has no {'key' if s.block == 1 else 'block'} indices"
 
 
+FAMILIES = ("prefill", "decode", "pages", "quantised", "indices", "functions", "backward")
+
+
+def family_of(problem: Problem, decode: bool) -> str:
+    """Of `FAMILIES`, the kernels of a call: for backends that have one set of kernels with flags. `decode`: as the
+    backend cuts a dense call.
+    """
+    p = problem
+    which = {
+        "backward": bool(p.grads),
+        "functions": p.mods is not None,
+        "indices": p.selection is not None,
+        "quantised": p.k_format.is_quantised or p.v_format.is_quantised,
+        "pages": p.form == "paged",
+        "decode": decode,
+    }
+    return next((name for name, it_is in which.items() if it_is), "prefill")
+
+
 @dataclass(frozen=True, slots=True)
 class WriteProblem:
     """Storing new rows of K and V in a cache."""

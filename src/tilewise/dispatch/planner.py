@@ -4,6 +4,7 @@
 A backend is a module of `tilewise.backends` with the functions of `Backend`. It may have these too (`optional`):
 
 - `declines(problem)`: why a later backend is the better choice for a problem that this one supports, or None.
+- `family(problem)` and `unproven(problem)`: the kernels that serve it, by a name, and what no record says of them here.
 - `bind(plan, tensors)`: a function that runs the same call on other tensors, for `call_cache.py`, or None. They differ
   in their addresses only and come in the order of the fields of `Tensors`: None for those that the call does not have,
   and none after `lse` if there are no more.
@@ -22,6 +23,7 @@ A backend is a module of `tilewise.backends` with the functions of `Backend`. It
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -33,13 +35,15 @@ import torch
 
 from ..core.kv_store import Store, Writer
 from ..core.machines import Machine
-from ..core.plan import OtherDevice, Plan
+from ..core.plan import Lacking, OtherDevice, Plan
 from ..core.problem import CascadeProblem, Problem, WriteProblem
 from ..core.tensors import BackwardTensors, Tensors
 from ..errors import InvalidArgument, Unsupported
 
 # Best first; each is a module of tilewise.backends.
 BACKENDS = ("hopper", "triton", "metal", "cpu", "torch", "reference")
+PROVE = "`tilewise prove` checks them on this machine"
+_warned: set[str] = set()
 
 
 class Backend(Protocol):
@@ -95,26 +99,67 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
 
     `threads` is torch's number of threads. It is only part of the cache key: backends ask torch themselves.
     """
+    return _choose(problem, backend, here=True)
+
+
+def choose_elsewhere(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
+    """As `choose`, for a machine that is not here: by records alone."""
+    return _choose(problem, backend, here=False)
+
+
+def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
     check_name(backend)
     if backend is not None:
         problem = _as_taken(backend, problem)
         reason = supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
-        return _plan(backend, problem)
+        return _noted(_plan(backend, problem), _trust(backend, problem, here)[1])
     given = problem
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
         problem = _as_taken(name, given)
         reason = supports(name, problem)
         declines = optional(name, "declines_backward" if problem.grads else "declines")
-        if reason is None and declines is not None and not problem.is_empty:
-            reason = declines(problem)
+        if declines is not None and not problem.is_empty and (reason is None or isinstance(reason, Lacking)):
+            slower = declines(problem)
+            if reason is None or slower is not None:
+                reason = slower
         if reason is None:
-            return replace(_plan(name, problem), passed_over=tuple(passed_over))
+            taken, words = _trust(name, problem, here)
+            if taken:
+                return replace(_noted(_plan(name, problem), words), passed_over=tuple(passed_over))
+            reason = Lacking(f"{words}, backend={name!r} takes it all the same")
+        if here and isinstance(reason, Lacking):
+            _warn(name, problem, reason)
         passed_over.append((name, reason))
     listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise Unsupported("any", listing, "move the tensors to the CPU")
+
+
+def _trust(name: str, problem: Problem, here: bool) -> tuple[bool, str | None]:
+    """Whether a backend that supports a problem is taken without being named, and what is to be said of it."""
+    question = optional(name, "unproven")
+    unproven = None if question is None or problem.is_empty else question(problem)
+    if unproven is None:
+        return True, None
+    return unproven.taken, f"{unproven.what}: {PROVE}"
+
+
+def _noted(plan: Plan, note: str | None) -> Plan:
+    return plan if note is None else replace(plan, notes=(note, *plan.notes))
+
+
+def _warn(name: str, problem: Problem, reason: str) -> None:
+    """Once for each backend: its kernels are for this device, and are not used."""
+    if name not in _warned:
+        _warned.add(name)
+        text = f"tilewise: the {name} kernels are not used on this {device_name(problem.device)}: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
 
 
 @cache
@@ -128,13 +173,13 @@ def machines() -> dict[str, Machine]:
 
 
 def choose_on(machine: str, problem: Problem, backend: str | None, threads: int) -> Plan:
-    """The plan that `choose` would make on another machine. It is not cached, and cannot be run."""
+    """The plan that `choose` would make on another machine, by records. It is not cached, and cannot be run."""
     known = machines()
     if not isinstance(machine, str) or machine not in known:
         raise InvalidArgument("device", repr(machine), f"None, for this machine, or one of {', '.join(known)}")
     other = known[machine]
     there = replace(problem, device=torch.device(other.device))
-    chosen = other.choose(choose.__wrapped__, there, backend, threads)
+    chosen = other.choose(choose_elsewhere, there, backend, threads)
     note = () if problem.grads else (f"planned for {machine} ({other.about}), not for this machine",)
     return replace(chosen, notes=chosen.notes + note)
 

@@ -169,17 +169,19 @@ def _backend(name: str) -> dict[str, Any]:
     """Whether a backend can serve a plain call on its own kind of device, and the remedy if not."""
     import torch
 
-    from ..backends.gpu.target import target_of
-    from ..dispatch.planner import load
+    from ..dispatch import planner
 
     device = "cuda" if torch.cuda.is_available() and name not in ("cpu", "metal") else "cpu"
     if name == "metal" and torch.backends.mps.is_available():
         device = "mps"
-    reason = load(name).supports(_plain_problem(device))
+    problem = _plain_problem(device)
+    reason = planner.load(name).supports(problem)
     if reason is None:
         more = {"kernels": guarded(_kept_kernels)} if name == "cpu" else {}
-        if name == "triton" and (word := target_of(torch.device(device)).unproven) is not None:
-            more = {"kernels": word}
+        trust = planner.optional(name, "unproven")
+        if trust is not None and (unproven := trust(problem)) is not None:
+            not_taken = "not taken unless named: " * (not unproven.taken)
+            more["records"] = f"{not_taken}{unproven.what}: {planner.PROVE}"
         return {"usable": True, "device": device, **more}
     return {"usable": False, "reason": reason, "remedy": guarded(lambda: remedy(name))}
 
@@ -285,6 +287,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     for name, of in backends.items() if "error" not in backends else ():
         if of.get("usable"):
             text.append(f"  {name:10} usable on {of['device']}" + (f", {of['kernels']}" if "kernels" in of else ""))
+            text += [f"  {'':10} {of['records']}"] if "records" in of else []
         else:
             text.append(f"  {name:10} not usable: {of.get('reason') or of.get('error')}")
             if of.get("remedy"):

@@ -9,8 +9,8 @@ import torch
 from hopper_fits import check_hopper
 from interpreted import interpreted
 from problem_space import changed, draw, problem_of
-from tilewise.backends import hopper
-from tilewise.backends.gpu import target
+from tilewise.backends import hopper, triton
+from tilewise.backends.gpu import coverage, target
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import config, launch
 from tilewise.core.plan import Plan
@@ -35,21 +35,49 @@ def test_a_machine_without_a_hopper_gpu_is_told_so():
 
 
 def test_versions_of_triton(monkeypatch):
-    """One with which the kernels only compile is taken if the backend is named; others are refused."""
-    monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(90))
-    served = {"3.6.0": (True, True), "3.6.1": (True, True), "3.7.1": (True, False)}
+    """One with which the kernels only compile is taken if the backend is named; where they do not, it is refused."""
+    for backend in (hopper, triton):
+        monkeypatch.setattr(backend, "target_of", lambda device: nvidia(90))
+    monkeypatch.setattr(planner, "_warned", {"hopper"})
+    choose = planner.choose.__wrapped__
+    entries = {"3.6": ("sm_90",), "3.7": (), "3.8": None}
+    monkeypatch.setitem(coverage.KERNELS, "hopper", dict.fromkeys(coverage.KERNELS["hopper"], entries))
+    served = {"3.6.0": (True, True), "3.6.1": (True, True), "3.7.1": (True, False), "3.99.0": (True, False)}
     for version in (*served, "3.5.1", "3.8.0", "none"):
         monkeypatch.setattr(target, "triton_version", lambda version=version: version)
         named, chosen = served.get(version, (False, False))
-        assert (hopper.supports(problem()) is None) == named
-        if named:
-            backward = replace(problem(), grads=("q", "k", "v"))
-            for declined in (hopper.declines(problem()), hopper.declines_backward(backward)):
-                assert (declined is None) == chosen
-                assert chosen or "needs Triton 3.6, and 3.7.1 is installed" in declined
-                assert chosen or "backend='hopper'" in declined
+        for asked in (problem(), replace(problem(), grads=("q", "k", "v"), return_lse=True)):
+            assert (planner.supports("hopper", asked) is None) == named
+            if not named:
+                continue
+            found = choose(asked)
+            assert found.backend == ("hopper" if chosen else "triton")
+            reason = dict(found.passed_over).get("hopper", "")
+            assert chosen or "`tilewise prove`" in reason
+            assert chosen or "backend='hopper'" in reason
+            assert chosen == (not any("tilewise prove" in note for note in choose(asked, "hopper").notes))
     monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(100))
     assert hopper.supports(problem()) == "runs on Hopper GPUs"
+
+
+@pytest.mark.parametrize("version", ["3.7.1", "3.8.0"])
+def test_kernels_that_are_not_used_are_warned_of_once(version, monkeypatch):
+    """Where they would have been taken, and in a plan for this machine alone."""
+    for backend in (hopper, triton):
+        monkeypatch.setattr(backend, "target_of", lambda device: nvidia(90))
+    entries = {"3.6": ("sm_90",), "3.7": (), "3.8": None}
+    monkeypatch.setitem(coverage.KERNELS, "hopper", dict.fromkeys(coverage.KERNELS["hopper"], entries))
+    monkeypatch.setattr(planner, "_warned", set())
+    monkeypatch.setattr(target, "triton_version", lambda: version)
+    choose = planner.choose.__wrapped__
+    small = problem(batch=1, heads=4, q_len=512, kv_len=512)
+    for silent in (small, problem(q_len=1)):
+        choose(silent)
+    planner.choose_elsewhere(problem())
+    with pytest.warns(RuntimeWarning, match=f"the hopper kernels are not used on this .*{version[:3]}") as heard:
+        choose(problem())
+    assert len(heard) == 1
+    choose(problem(causal=True))  # warnings are errors
 
 
 REFUSED = {
@@ -86,6 +114,8 @@ def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     assert word in (config.slower(p) or "")
     assert config.slower(problem()) is None
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    for backend in (hopper, triton):
+        monkeypatch.setattr(backend, "unproven", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "supports", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "plan", lambda problem: Plan(problem, "triton", "", (64, 64)))
     planner.choose.cache_clear()

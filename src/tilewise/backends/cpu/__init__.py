@@ -14,11 +14,12 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
-from ...core.plan import OtherDevice, Plan
+from ...core.plan import OtherDevice, Plan, Unproven
 from ...core.problem import (
     CascadeProblem,
     Problem,
     WriteProblem,
+    family_of,
     no_alibi_by_tree,
     no_mods,
     no_mods_by_tree,
@@ -65,6 +66,24 @@ def unusable() -> str | None:
     except Exception as error:  # a NumPy or LLVM of the wrong version: ImportError, OSError, SystemError, ...
         return f"numba cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return missing()
+
+
+def family(problem: Problem) -> str:
+    from . import config
+
+    return family_of(problem, config.is_decode(problem))
+
+
+def unproven(problem: Problem) -> Unproven | None:
+    """What has not run on such a CPU: docs/platforms.md."""
+    from .gemm import amx
+    from .isa import machine
+
+    if machine() == "aarch64":
+        return Unproven("the kernels for AArch64 have run under emulation only", taken=True)
+    if amx.usable() and problem.k_format.name in amx.PARTS:
+        return Unproven("the kernels with AMX have run in a simulator only", taken=True)
+    return None
 
 
 def plan(problem: Problem) -> Plan:

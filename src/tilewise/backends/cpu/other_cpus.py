@@ -83,7 +83,7 @@ def planned_as(name: str, problem: Problem, backend: str | None, threads: int | 
     compiler.function = lambda name: 1  # a dummy address
     for module in (launch, backward):
         module.schedule_items = lambda *args: None  # type: ignore[attr-defined]
-    own: Choose = planner.choose
+    own: Choose = planner.choose_elsewhere
     try:
         return replace(own(problem, backend, threads), detail=None)
     except Unsupported as error:

@@ -42,7 +42,7 @@ AMD = {
     "gfx950": Amd(64, 160, 256, 576, 576, "MI350"), "gfx1100": Amd(32, 64, 96, 128, 0, "RX 7900"),
     "gfx1200": Amd(32, 64, 32, 256, 128, "RX 9060"), "gfx1201": Amd(32, 64, 64, 256, 128, "RX 9070"),
 }  # fmt: skip
-EXECUTED = (90,)  # compute capabilities of GPUs on which the conformance suite has run: docs/platforms.md
+MEASURED = (90,)  # compute capabilities of GPUs on which tiles were chosen by time
 PROCESSORS = 132  # SMs of an H200; the interpreter plans as for one
 
 
@@ -106,18 +106,14 @@ class Target:
         return None
 
     @property
-    def unproven(self) -> str | None:
-        """What a plan says of a GPU on which no kernel has run yet."""
-        if self.measured:
-            return None
-        what = self.gfx or f"sm_{self.arch}"
-        remedy = "`tilewise verify` checks it, backend='torch' does without"
-        return f"compiled for {what}, not yet run on hardware: {remedy}"
+    def gpu(self) -> str:
+        """The architecture's name, as in docs/platforms.md."""
+        return f"sm_{self.arch}" if self.ptx else self.gfx or self.vendor
 
     @property
     def measured(self) -> bool:
         """Whether tiles were chosen by measurement; elsewhere they are by register use as compiled."""
-        return self.vendor == "interpreter" or self.arch in EXECUTED
+        return self.vendor == "interpreter" or self.arch in MEASURED
 
     @property
     def amd(self) -> bool:
@@ -242,6 +238,11 @@ def planning_for(target: Target) -> Iterator[None]:
         _other.reset(token)
 
 
+def plans_for_another() -> bool:
+    """Whether this thread plans for a machine that is not here."""
+    return _other.get() is not None
+
+
 def target_of(device: torch.device) -> Target:
     """The target of a device; the interpreter for any that is not a GPU."""
     return _other.get() or _own(device)
@@ -268,21 +269,3 @@ def triton_version() -> str:
         return importlib.metadata.version("triton")  # without an import, which takes a while
     except importlib.metadata.PackageNotFoundError:
         return str(importlib.import_module("triton").__version__)
-
-
-def triton_refusal(least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
-    """Why the installed Triton does not serve kernels that need versions `least` to `most`, if it does not.
-
-    A machine that calls are only planned for is taken to have one that does.
-    """
-    if _other.get() is not None:
-        return None
-    version = triton_version()
-    if not version:
-        return "Triton is not installed"
-    words = version.split(".")
-    known = tuple(int(word) for word in words[:2] if word.isdigit())
-    if len(known) < 2 or known < least or (most is not None and known > most):
-        wanted = f"{least[0]}.{least[1]}" + (" or newer" if most is None else f" to {most[0]}.{most[1]}")
-        return f"needs Triton {wanted.replace(f' to {least[0]}.{least[1]}', '')}, and {version} is installed"
-    return None

@@ -7,24 +7,23 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ...core.plan import OtherDevice, Plan
+from ...core.plan import OtherDevice, Plan, Unproven
 from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
-from ..gpu.target import target_of, triton_refusal
+from ..gpu import coverage
+from ..gpu.target import target_of
 from .bwd import config as bwd_config
 from .bwd.wide import config as wide_config
 from .fwd import config
 from .mla import config as latent
 
-RAN_WITH = (3, 6)  # the version of Triton with which the kernels ran on a GPU
-COMPILES_WITH = (3, 7)  # the newest that compiles them: Gluon changes from version to version
-
 
 def supports(problem: Problem) -> str | None:
-    if (reason := _machine_refusal(problem)) is not None or _decodes_latent(problem):
+    if (reason := _machine_refusal(problem)) is not None:
         return reason
-    reason = config.refusal(problem)
-    return f"{reason}, and {latent.refusal(problem)}" if reason is not None and latent.is_latent(problem) else reason
+    if not _decodes_latent(problem) and (reason := config.refusal(problem)) is not None:
+        return f"{reason}, and {latent.refusal(problem)}" if latent.is_latent(problem) else reason
+    return coverage.refusal("hopper", family(problem))
 
 
 def _decodes_latent(problem: Problem) -> bool:
@@ -32,29 +31,36 @@ def _decodes_latent(problem: Problem) -> bool:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return _machine_refusal(problem) or no_selection(problem) or bwd_config.refusal(problem)
+    refused = _machine_refusal(problem) or no_selection(problem) or bwd_config.refusal(problem)
+    return refused or coverage.refusal("hopper", family(problem))
 
 
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_bias_or_tree(problem) or no_mods(problem) or triton_refusal(RAN_WITH, COMPILES_WITH)
+    return no_bias_or_tree(problem) or no_mods(problem)
 
 
 def declines(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: by measurement, see benchmarks/h200/LOG.md, h200 20."""
-    return _unproven() or (None if _decodes_latent(problem) else config.slower(problem))
+    return None if _decodes_latent(problem) else config.slower(problem)
 
 
 def declines_backward(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice for a backward pass, if it is."""
-    return _unproven() or bwd_config.slower(problem)
+    return bwd_config.slower(problem)
 
 
-def _unproven() -> str | None:
-    """Why the kernels are not taken with the installed Triton unless they are named."""
-    reason = triton_refusal(RAN_WITH, RAN_WITH)
-    return reason and f"{reason}: compiled, not yet run on a GPU; backend='hopper' takes it all the same"
+def family(problem: Problem) -> str:
+    if problem.grads:
+        return "wide backward" if bwd_config.is_wide(problem) else "backward"
+    if not _decodes_latent(problem):
+        return "prefill"
+    return "latent decode" if problem.selection is None else "latent indices"
+
+
+def unproven(problem: Problem) -> Unproven | None:
+    return coverage.question("hopper", family(problem), target_of(problem.device), taken=False)
 
 
 def plan(problem: Problem) -> Plan:

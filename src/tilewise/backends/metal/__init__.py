@@ -5,15 +5,15 @@ Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
 
 from __future__ import annotations
 
-from ...core.plan import Plan
-from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection, other_formats
+from ...core.plan import Plan, Unproven
+from ...core.problem import Problem, family_of, no_bias_or_tree, no_mods, no_selection, other_formats
 from ...core.tensors import Tensors
 from . import config, device
 from .device import machines as machines
 from .params import MOST
 from .spec import BK, KINDS
 
-UNMEASURED = "this backend has run in a simulator only, not on an Apple GPU: `tilewise verify --device mps` checks it"
+UNMEASURED = Unproven("this backend has run in a simulator only, not on an Apple GPU", taken=True)
 
 
 def supports(problem: Problem) -> str | None:
@@ -31,11 +31,19 @@ def unserved(problem: Problem) -> str | None:
     return no_bias_or_tree(p) or no_selection(p) or no_mods(p) or other_formats(p, KINDS)
 
 
+def family(problem: Problem) -> str:
+    return family_of(problem, config.is_decode(problem))
+
+
+def unproven(problem: Problem) -> Unproven:
+    return UNMEASURED
+
+
 def plan(problem: Problem) -> Plan:
     p = problem
     c = config.config_of(p, device.current().cores)
     rows = p.total_q if p.packed_q else p.batch * p.q_len
-    notes = [UNMEASURED]
+    notes = []
     if p.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if p.v_in_k and not config.reads_once(p, c):

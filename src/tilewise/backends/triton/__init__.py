@@ -12,29 +12,38 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
-from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_alibi_by_tree, no_mods, other_formats
+from ...core.plan import OtherDevice, Plan, Unproven
+from ...core.problem import (
+    CascadeProblem,
+    Problem,
+    WriteProblem,
+    family_of,
+    no_alibi_by_tree,
+    no_mods,
+    other_formats,
+)
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
-from ..gpu.target import gpu_machines, target_of, triton_refusal
+from ..gpu import coverage
+from ..gpu.target import gpu_machines, target_of
 from . import config, operands, tuned
 from .bwd import dense_mask
 
-LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent")  # storage that can be read
 
 
 def supports(problem: Problem) -> str | None:
     wide = max(problem.head_dim, problem.value_dim)
     refused = _supports(problem) or no_alibi_by_tree(problem) or no_mods(problem)
-    return refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
+    refused = refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
+    return refused or coverage.refusal("triton", family(problem))
 
 
 def _supports(problem: Problem) -> str | None:
     if problem.device.type == "cpu" and _interpreted():
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
-        return triton_refusal(LEAST_TRITON) or _other_formats(problem)
+        return coverage.refusal("triton", "prefill") or _other_formats(problem)
     if reason := serves(problem.device) or _other_formats(problem):
         return reason
     formats = problem.k_format.name, problem.v_format.name
@@ -48,9 +57,7 @@ def supports_write(problem: WriteProblem) -> str | None:
 def serves(device: torch.device) -> str | None:
     if device.type != "cuda":
         return OtherDevice("runs on GPUs")
-    if refusal := triton_refusal(LEAST_TRITON):
-        return refusal
-    return target_of(device).refusal
+    return coverage.refusal("triton", "prefill") or target_of(device).refusal
 
 
 def _other_formats(problem: Problem | WriteProblem) -> str | None:
@@ -61,10 +68,18 @@ def _other_formats(problem: Problem | WriteProblem) -> str | None:
     return None
 
 
+def family(problem: Problem) -> str:
+    return family_of(problem, config.is_decode(problem))
+
+
+def unproven(problem: Problem) -> Unproven | None:
+    return coverage.question("triton", family(problem), target_of(problem.device), taken=True)
+
+
 def plan(problem: Problem) -> Plan:
     c = tuned.config_of(problem, target_of(problem.device))
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
-    notes = _unproven(problem)
+    notes = []
     if problem.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if c.slices > 1:
@@ -120,19 +135,12 @@ def plan_backward(problem: Problem) -> Plan:
     p, c = problem, bwd_config.config(dense_mask.masked_problem(problem), target_of(problem.device))
     rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
     size = dense_mask.size_of(p)
-    notes = _unproven(p)
-    if size:
-        notes.append(f"indices or positions as a dense mask of {size / 2**20:.1f} MiB")
+    notes = (f"indices or positions as a dense mask of {size / 2**20:.1f} MiB",) if size else ()
     return Plan(
         p, backend="triton", kernel="dK and dV apart, dQ" if c.apart else "dK and dV, dQ",
-        tile=(c.queries.BQ, c.queries.BK), notes=tuple(notes),
+        tile=(c.queries.BQ, c.queries.BK), notes=notes,
         workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1) + size,
     )  # fmt: skip
-
-
-def _unproven(problem: Problem) -> list[str]:
-    word = target_of(problem.device).unproven
-    return [] if word is None else [word]
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
