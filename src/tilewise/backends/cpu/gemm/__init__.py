@@ -5,7 +5,7 @@ from collections import namedtuple
 # A GEMM policy: how the prefill mainloop multiplies, `step` query rows at a time, in panels of `panel` rows. Its own
 # scratch memory is w = memory(p, t). Its five methods, and its epilogue:
 #   pack_queries(p, t, w, item, q_start, R)             Q^T; True if there is a number that it cannot process
-#   pack_keys(p, t, w, k, at, tile, count, last)        a tile of K; likewise
+#   pack_keys(p, t, w, item, k, at, tile, count, last)  a tile of K; likewise
 #   pack_values(p, t, w, v, at, tile, count, full)      a tile of V; True if non-finite values were extracted
 #   weights(p, t, w, item, row, R, tile, end, ...)      p = softmax(K Q^T), with m, l and alpha
 #   add_values(p, t, w, item, v, at, row, R, ...)       acc = alpha acc + p V, and extracted values

@@ -12,6 +12,7 @@ from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
+from ..mainloop.nonfinite import sees
 from .amx import BLOCK, TILE, load_tile_config, release
 
 
@@ -169,13 +170,15 @@ def pack_functions(parts):
         return False
 
     @jit_parts
-    def pack_keys(p, t, w, x, at, tile, count, last):
-        """Packs K, an operand of `count` rows and some padding. Returns whether a number is infinite."""
+    def pack_keys(p, t, w, item, x, at, tile, count, last):
+        """Packs K, an operand of `count` rows and some padding. Returns whether a row sees an infinite number."""
         bad, D = False, up(p.head_dim, BLOCK)
         part = 2 * p.tile_keys * D
         for j in range(count):
-            bad |= pack_key_row(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
-        if bad and parts > 1:
+            if pack_key_row(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1] and parts > 1:
+                for r in range(p.heads // p.kv_heads * item.rows):
+                    bad |= sees(p, t, item, r, tile + j)
+        if bad:
             release()
             return True
         return False

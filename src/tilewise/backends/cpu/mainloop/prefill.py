@@ -59,7 +59,7 @@ def mainloop(gemm):
                 unmasked, skipped = unmasked and not mods_apply(p, state), skipped or state == SKIP
             if not skipped:
                 full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
-                if pack_keys(p, t, w, k, at, tile, end - tile, last):  # [keys, D]
+                if pack_keys(p, t, w, item, k, at, tile, end - tile, last):  # [keys, D]
                     return
                 nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)  # [keys, Dv]
                 for row in range(0, R, step):

@@ -84,7 +84,7 @@ def pack_queries(p, t, w, item, q_start, R):
 
 
 @jit
-def pack_keys(p, t, w, x, at, tile, count, last):
+def pack_keys(p, t, w, item, x, at, tile, count, last):
     """Lists K's rows in `k_table` [keys], and the rows to prefetch.
 
     Unless they are float32 in one tensor, they are first converted to `keys` [keys, D].
