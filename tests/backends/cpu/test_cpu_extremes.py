@@ -151,6 +151,7 @@ def test_large_values_do_not_overflow(rows, keys, threads, dtype, options, facto
 def test_the_largest_values_of_all(rows, keys, threads):
     q, k, v = inputs(rows, keys, 2)
     v = torch.where(torch.arange(keys) % 7 == 3, 0.5, 1.0)[:, None].expand_as(v) * 3e38
+    v = v * torch.linspace(0.9, 1, 64)  # as many roundings as columns: of a single sum torch's error may be 0 by chance
     state = check(q * 0, k, v)
     assert state.out.isfinite().all()
 

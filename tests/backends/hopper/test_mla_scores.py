@@ -16,7 +16,7 @@ from tilewise.core.tensors import sequences
 from tilewise.reference import attend
 from tilewise.testing.case import make
 from tilewise.testing.cases import INDICES, LATENT
-from tilewise.testing.check import Mismatch, judge, torch_errors
+from tilewise.testing.check import Mismatch, judge, largest_error
 
 CASES = [c for c in (*LATENT, *INDICES) if c.D == 576 and c.dtype != "f32" and not c.q_lengths and not c.split_size]
 
@@ -55,17 +55,32 @@ def chained(q, k8, scales, rope):
     return added(total, q[:, 512:], rope)
 
 
+def in_order(q, k):
+    """Q K' in float32, column by column: torch's own arithmetic on a GPU. On a CPU the order is that of its library."""
+    total = np.zeros((len(q), len(k)), np.float32)
+    for c in range(q.shape[1]):
+        total = (total + q[:, None, c] * k[None, :, c]).astype(np.float32)  # exact products: an FMA
+    return total.astype(np.float64)
+
+
 def check_lse(case):
     call = make(case).checked(return_lse=True)
-    p, (_, error) = call.problem, torch_errors(call)
+    p, found = call.problem, []
     for seq in sequences(p, call.tensors):
         exact, keys = attend(seq), seq.keys(0, seq.kv_len, torch.float64)[0].numpy()
-        s = torch.from_numpy(product(seq.q.double().flatten(0, 1).numpy(), keys)).view(exact.scores.shape)
-        s = torch.where(exact.scores.isinf(), -math.inf, s * (config.factor(p) * math.log(2)))
-        lse = torch.logsumexp(s, -1)
+        q = seq.q.double().flatten(0, 1).numpy()
+
+        def scores(products, factor, exact=exact):
+            s = torch.from_numpy(products).view(exact.scores.shape) * factor
+            return torch.where(exact.scores.isinf(), -math.inf, s)
+
+        lse = torch.logsumexp(scores(product(q, keys), config.factor(p) * math.log(2)), -1)
         if call.tensors.sinks is not None:
             lse = torch.logaddexp(lse, call.tensors.sinks.double()[:, None])
-        judge("lse", lse, exact.lse, 2 * error, torch.float32)
+        found.append((lse, exact.lse, largest_error(scores(in_order(q, keys), p.scale), exact.scores)))
+    error = max(e for _, _, e in found)
+    for lse, exact, _ in found:
+        judge("lse", lse, exact, error, torch.float32)  # half of what is allowed
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
