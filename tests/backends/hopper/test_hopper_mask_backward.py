@@ -133,6 +133,7 @@ def test_what_is_not_served_is_refused_by_name():
 def test_the_planner_leaves_masks_to_triton_whose_cells_threads_would_read(monkeypatch):
     monkeypatch.setattr(hopper, "_machine_refusal", lambda p: None)
     monkeypatch.setattr(hopper, "target_of", lambda device: H200)
+    monkeypatch.setattr(planner.load("triton"), "target_of", lambda device: H200)
     monkeypatch.setattr(planner.load("triton"), "supports_backward", lambda p: None)
     monkeypatch.setattr(planner.load("triton"), "plan_backward", lambda p: replace(hopper.plan_backward(p), kernel="T"))
     planner.choose.cache_clear()
