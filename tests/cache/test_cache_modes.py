@@ -89,11 +89,11 @@ USES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use", USES)
 def test_a_mode_changes_nothing(use, kind, tmp_path):
-    hadamard._matrix.cache_clear()
+    hadamard._signs.cache_clear()
     want = USES[use](KINDS[kind], tmp_path / "cache")
     assert all(x.isfinite().all() for x in want)
     for name, mode in MODES.items():
-        hadamard._matrix.cache_clear()  # it is made in the mode
+        hadamard._signs.cache_clear()  # it is made in the mode
         with mode():
             got = USES[use](KINDS[kind], tmp_path / "cache")
         for i, (x, y) in enumerate(zip(got, want, strict=True)):
@@ -102,7 +102,7 @@ def test_a_mode_changes_nothing(use, kind, tmp_path):
 
 
 def test_what_was_made_in_inference_mode_serves_outside_it():
-    hadamard._matrix.cache_clear()
+    hadamard._signs.cache_clear()
     with torch.inference_mode():
         hadamard.rotate(torch.ones(1, 64))
     x = torch.ones(1, 64, requires_grad=True)

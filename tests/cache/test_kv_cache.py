@@ -327,6 +327,17 @@ def test_nan_stays_nan_and_infinity_is_not_hidden():
         assert not keys[1, 32:].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 64, 96, 128, 576])
+def test_rotation_gives_a_row_the_same_bits_in_any_batch(width, dtype):
+    x = rows(60, width).to(dtype)
+    for turn in (hadamard.rotate, hadamard.rotate_back):
+        whole = turn(x)
+        for count in (1, 2, 3, 5, 17):
+            assert whole[7 : 7 + count].equal(turn(x[7 : 7 + count])), count
+        assert whole.equal(turn(x.view(3, 20, width).transpose(0, 1)).transpose(0, 1).reshape(60, width))
+
+
 @pytest.mark.parametrize("width", [8, 64, 96, 128, 576])
 def test_rotation_is_orthogonal(width):
     R = hadamard.matrix(width, torch.device("cpu")).double()

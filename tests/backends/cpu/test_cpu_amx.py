@@ -74,6 +74,11 @@ assert plan(q, k, v, backend="cpu").kernel.startswith("AMX prefill")
 clean = attention(q, k, v, causal=True, backend="cpu")
 k[0, 1, 150, 7] = torch.inf  # it has no parts: the retry takes it
 assert attention(q, k, v, causal=True, backend="cpu")[:, 0].equal(clean[:, 0])
+k_bias = torch.zeros(1, 2, 300)
+k_bias[0, 1, 150] = -torch.inf  # no row sees that key: the results are those of a finite one
+hidden = attention(q, k, v, k_bias=k_bias, backend="cpu")
+k[0, 1, 150, 7] = 0
+assert attention(q, k, v, k_bias=k_bias, backend="cpu").equal(hidden)
 print("fine")
 """
 
