@@ -216,8 +216,8 @@ def sdpa(args: Any, dout: Any, made: Any) -> Callable[[], Any] | None:
     mask = None
     if f.mask is not None:
         own = f.mask[tuple(slice(None if step else 1) for step in f.mask.stride())]  # broadcast dims are 1 again
-        mask = own.detach().clone().requires_grad_()
-        inputs.append(mask)
+        mask = own.detach().clone().requires_grad_(own.is_floating_point())
+        inputs += [mask] * mask.requires_grad
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=p.rules.causal)
     return lambda: torch.autograd.grad(out, inputs, dout.transpose(1, 2), retain_graph=True)
 
