@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import sys
 from collections.abc import Callable
 from itertools import count
 
+from ..core.forks import new_lock
 from ..core.plan import Plan
 
 VARIABLE = "TILEWISE_LOG"
@@ -19,7 +20,7 @@ log = logging.getLogger("tilewise")
 _calls: dict[str, count[int]] = {}
 _looks: dict[str, int] = {}  # reads of each counter: `next` is the only way to read one, and advances it
 _logged: set[tuple[object, ...]] = set()  # kinds of calls
-_lock = threading.Lock()
+_lock = new_lock(sys.modules[__name__], "_lock")
 
 
 def counter(plan: Plan) -> Callable[[], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 
 from ..compat import sdpa
+from ..core.forks import new_lock
 from ..errors import InvalidArgument
 from .attention import checked_attention
 from .layout import ORDERS, check_dim, inner_sizes, pieces, ranks_of, shard, total
 
-_alone = threading.Lock()  # functions are replaced for the whole process
+_alone = new_lock(sys.modules[__name__], "_alone")  # functions are replaced for the whole process
 
 
 @contextmanager

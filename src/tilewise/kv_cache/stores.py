@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..core.forks import new_lock
 from ..core.kv_store import Store, Writer
 from ..dispatch import planner
 from .block_manager import Growth, Sequences
@@ -94,7 +95,7 @@ class PageStore:
 
     def __init__(self, k: Store, v: Store, sequences: Sequences) -> None:
         self.k, self.v, self.sequences = k, v, sequences
-        self.lock = threading.RLock()
+        self.lock = new_lock(self, "lock", threading.RLock)
         self.splits: dict[Any, Split | None] = {}
         self.latest: Any = None
         self.writers: dict[int, Writer] = {}

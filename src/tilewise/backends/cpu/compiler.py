@@ -15,6 +15,7 @@ from typing import Any
 
 from numba import types
 
+from ...core import forks
 from ...core.private.numba import cpu_target, emit_module
 from . import prebuilt
 from .codegen.bf16_dot import has_bf16
@@ -28,6 +29,7 @@ from .linker import Kernel, link, load
 from .object_code import emit_object, signature
 
 _lock = threading.RLock()
+forks.let_finish(sys.modules[__name__], "_lock", threading.RLock)
 _kernels: dict[str, Kernel] = {}
 
 

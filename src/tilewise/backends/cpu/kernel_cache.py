@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import llvmlite
 import numba
 
+from ...core import forks
 from ...core.cache_home import cache_home, others_may_change
 from ...core.private.numba import pickled, unpickled
 
@@ -41,6 +42,7 @@ LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
 EXPRESSION = tuple(f"expression/{name}.py" for name in ("build", "derivative", "mods", "node", "text"))
 CORE_SOURCES = ("large_lse.py", "mask_rules.py", "private/numba.py", "storage.py", *EXPRESSION)
 T = TypeVar("T")
+_locked: set[int] = set()  # files that lock others out as long as a process has them open
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
 
@@ -181,6 +183,7 @@ def file_lock(file: str) -> Iterator[None]:
 
         with _folder(create=True) as (at, folder):
             handle = os.open(folder + name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=at)
+        _locked.add(handle)
         end = time.monotonic() + LOCK_WAIT
         while time.monotonic() < end:
             try:
@@ -194,7 +197,21 @@ def file_lock(file: str) -> Iterator[None]:
         if handle is not None:
             with suppress(Distrusted, OSError), _folder(create=False) as (at, folder):
                 os.unlink(folder + name, dir_fd=at)  # waiting processes have it open, and then find the kernel
-            os.close(handle)
+            _release(handle)
+
+
+def _release(handle: int) -> None:
+    with suppress(KeyError, OSError):  # a forked child has closed it
+        _locked.remove(handle)
+        os.close(handle)
+
+
+def _release_all() -> None:
+    for handle in list(_locked):
+        _release(handle)
+
+
+forks.in_children(_release_all)
 
 
 def _remove_stale(file: str, at: int | None, folder: str) -> None:

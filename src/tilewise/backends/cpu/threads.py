@@ -8,7 +8,6 @@ a call runs in its own thread alone, so at most `torch.get_num_threads()` thread
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from functools import cache
 from typing import Any
@@ -71,8 +70,7 @@ class Pool:
         self._reset()
         if not forks.forked:
             self.parallel = find_parallel()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
+        forks.in_children(self._reset)
 
     def _reset(self) -> None:
         self.parallel = None  # torch's threads do not survive a fork, and OpenMP would wait for them

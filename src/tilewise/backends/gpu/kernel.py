@@ -10,11 +10,11 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ...core.forks import new_lock
 from ...core.private import torch as private
 from ...core.private.triton import INTERPRETED, launch_of
 from ...core.tensors import FIELDS, Tensors
@@ -68,7 +68,7 @@ class AddressLauncher:
         self.present: Any = None
         self.names: list[str] = []
         self.ready: dict[Any, Any] = {}
-        self.lock = Lock()  # launch parameters are in memory that all threads share
+        self.lock = new_lock(self, "lock")  # launch parameters are in memory that all threads share
 
     def __call__(self, t: Tensors) -> None:
         key = None
@@ -236,7 +236,7 @@ class CompiledLaunch:
         self.arguments = (config, of.function, parameters, None)
         self.launch = self.driver.launch
         self.context = self.driver.context()
-        self.lock = Lock()
+        self.lock = new_lock(self, "lock")
 
     def map_of(self, name: str, like: Any, form: dict[str, Any]) -> TensorMap:
         """The tensor map of an argument."""

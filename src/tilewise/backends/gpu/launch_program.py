@@ -13,11 +13,11 @@ import ctypes
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
+from ...core.forks import new_lock
 from ...core.private import torch as private
 from ...core.private.triton import INTERPRETED, launch_of
 from ...core.storage import as_bytes
@@ -146,7 +146,7 @@ class LaunchProgram:
         self.launches = [kernel.arguments for kernel in self.kernels]
         self.launch, self.context = self.driver.launch, self.driver.context()
         self.stream: int | None = None
-        self.lock = Lock()  # launch parameters are in memory that all threads share
+        self.lock = new_lock(self, "lock")  # launch parameters are in memory that all threads share
 
     def __call__(self, addresses: list[int]) -> None:
         """Launches with the call's tensors at these addresses, all of them aligned, on the current device."""

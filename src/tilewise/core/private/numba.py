@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import types
 
+from .. import forks
 from . import Missing, find
 
 ALL = "0.60 0.68"
@@ -23,7 +25,7 @@ SEEN = {
         base.BaseContext.get_abi_sizeof base._has_loc cgutils codegen.CPUCodeLibrary.finalize
         codegen.CPUCodeLibrary._optimize_final_module codegen.JITCPUCodegen._create_empty_module
         codegen.JITCPUCodegen.set_env compiler.CompileResult._rebuild compiler.CompileResult._reduce compiler.Compiler
-        compiler_lock.global_compiler_lock cpu.CPUContext.create_cfunc_wrapper
+        compiler_lock.global_compiler_lock._lock cpu.CPUContext.create_cfunc_wrapper
         cpu.CPUContext.create_cpython_wrapper dispatcher._FunctionCompiler
         event.end_event event.start_event interpreter.peep_hole_delete_with_exit
         interpreter.peep_hole_fuse_dict_add_updates postproc.PostProcessor.run postproc.VariableLifetime
@@ -31,6 +33,7 @@ SEEN = {
         types.functions.BaseFunction.get_call_type
         """
     },
+    "llvmlite.binding.ffi.lib": {ALL: "_lock._lock"},
     "llvmlite.ir.types": {ALL: "_BaseFloatType._create_instance"},
 }
 NEEDED = {"finalize", "set_env"}  # of what is replaced; the rest only takes time
@@ -48,6 +51,11 @@ transforms = find("numba.core.transforms")
 rtsys = find("numba.core.runtime.nrt.rtsys")
 
 _resolved: dict[Any, Any] = {}
+
+# Whoever compiles holds the second; the first is LLVM's, whose calls also load code.
+for path in ("llvmlite.binding.ffi.lib._lock", "numba.core.compiler_lock.global_compiler_lock"):
+    if not isinstance(find(f"{path}._lock"), Missing):
+        forks.let_finish(find(path), "_lock", threading.RLock)
 
 
 @cache

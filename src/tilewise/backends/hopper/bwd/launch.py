@@ -6,11 +6,11 @@ aligned pointers pass their addresses directly to the compiled kernels.
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
+from ....core.forks import new_lock
 from ....core.plan import ByPlan, Plan
 from ....core.private import torch as private
 from ....core.tensors import BackwardTensors
@@ -76,7 +76,7 @@ class Launcher:
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
         self.fix_up = Kernel(fix_up, {"BLOCK": min(FIX_UP_BLOCK, 8192 // D)}, num_stages=1)
         self.ready: dict[Any, list[Step]] = {}
-        self.lock = Lock()  # all threads share the memory of launch parameters
+        self.lock = new_lock(self, "lock")  # all threads share the memory of launch parameters
 
     def __call__(self, t: BackwardTensors) -> None:
         if t.dmask is not None and config.skips_cells(self.problem):
