@@ -76,8 +76,8 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def _times(x: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
-    """In float64 on a CPU: sums of up to 576 float32 hardly ever round, so their order, which in MKL depends on the number
-    of rows, does not show: a row is rotated to the same bits in any batch.
+    """In float64 on a CPU: sums of up to 576 float32 hardly ever round, so their order, which in MKL depends on the
+    number of rows, does not show: a row is rotated to the same bits in any batch.
     """
     factor = block_of(len(S)) ** -0.5
     if not torch.is_autocast_enabled(x.device.type):
