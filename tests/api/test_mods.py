@@ -180,6 +180,32 @@ def test_a_tile_map_and_functions_combine():
     assert torch.equal(got, attention(q, k, v, causal=True, score_mod=relative(TABLE)))
 
 
+@pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i >= j, documents, lambda b, h, i, j: (i + j) % 3 > 0])
+def test_a_map_of_a_mask_mod_changes_no_bit(mask_mod):
+    """Also where it states rules, which a call takes out of it."""
+    q, k, v = tensors()
+    tile_map = TileMap.from_mod(mask_mod, L, L, (8, 8))
+    got = attention(q, k, v, tile_map=tile_map, mask_mod=mask_mod)
+    assert torch.equal(got, attention(q, k, v, mask_mod=mask_mod))
+    for other in (None, lambda b, h, i, j: i > j + 1):
+        with pytest.raises(InvalidArgument, match="tile_map: got a map of a mask_mod"):
+            attention(q, k, v, tile_map=tile_map, mask_mod=other)
+
+
+def test_functions_that_change_nothing_are_none():
+    q, k, v = tensors()
+    same = {"score_mod": lambda s, b, h, i, j: s * 1.0, "mask_mod": lambda b, h, i, j: b.new_ones(size=(), dtype=bool)}
+    assert plan(q, k, v, **same).problem == plan(q, k, v).problem
+    assert torch.equal(attention(q, k, v, **same), attention(q, k, v))
+    one = plan(q, k, v, **same | {"mask_mod": documents})
+    assert one.problem == plan(q, k, v, mask_mod=documents).problem
+    assert TileMap.from_mod(same["mask_mod"], L, L, (8, 8)).counts() == (0, 0, 25)
+    hidden = attention(q, k, v, mask_mod=lambda b, h, i, j: b.new_zeros((), dtype=bool))
+    assert not hidden.any()
+    with pytest.raises(InvalidArgument, match="mask_mod: got None"):
+        TileMap.from_mod(None, L, L)
+
+
 def test_graphs_hold_functions_as_text():
     q, k, v = tensors()
     mod = relative(TABLE)

@@ -367,8 +367,8 @@ def test_modules_that_took_torchs_function_before(monkeypatch):
 def test_modules_are_searched_once(monkeypatch):
     """Entering again searches what is new: a module, or a module with new names. All are restored, in any order."""
     searched = []
-    search = sdpa._search
-    monkeypatch.setattr(sdpa, "_search", lambda key, names: searched.append(key) or search(key, names))
+    search = sdpa._replaced.search
+    monkeypatch.setattr(sdpa._replaced, "search", lambda key, names: searched.append(key) or search(key, names))
     module = types.ModuleType("a_second_model")
     monkeypatch.setitem(sys.modules, "a_second_model", module)
     with sdpa.installed():

@@ -57,6 +57,9 @@ SCORES = {
     "clamped": lambda s, b, h, q, k: s.clamp(-0.5, 0.5) + torch.clip(q - k, min=-2) + torch.clamp_max(k, 4) + s.sign(),
     "rounded": lambda s, b, h, q, k: torch.floor(s) + torch.ceil(s * 2) + s.int() + s.long() + (s > 0).float(),
     "chosen": lambda s, b, h, q, k: torch.where(allowed[q, k] & (k != 3) | (h == 1), s, -s).masked_fill(q == 2, 1.0),
+    "made": lambda s, b, h, q, k: s + b.new_ones((), dtype=torch.bool) * q.new_full(size=(), fill_value=2, dtype=float)
+    + s.new_zeros(3)[k % 3] + b.new_ones(size=(2, L))[1, k],
+    "Python's types": lambda s, b, h, q, k: s + (s > 0).to(float) + s.to(int) * (q % 3).to(bool) + q.to(float) / 2,
     "parameter": lambda s, b, h, q, k: s + learned[h] * 2 + half[h],
     "negative index": lambda s, b, h, q, k: s + double[-1] + double[k - L] + table[h, -2],
     "constant": lambda s, b, h, q, k: 1.5,

@@ -14,12 +14,9 @@ True
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,13 +25,16 @@ from torch.compiler import is_compiling
 from ..api import attention
 from ..core.private.torch import any_autocast
 from ..core.problem import MAX_HEAD_DIM
-from ..errors import InvalidArgument, Unsupported
+from ..errors import InvalidArgument
 from . import sdpa_kernel
 from .autocast import autocast
 from .caller_names import caller_names
+from .replaced import REFUSALS, Replaced, count
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
-_torchs = torch.nn.functional.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
+_replaced = Replaced(torch.nn.functional, _NAME)
+_torchs = _replaced.originals[_NAME]
 
 fallbacks: Counter[str] = Counter()  # calls that torch served under `install(fallback=True)`, by the refused argument
 
@@ -169,7 +169,7 @@ def install(*, fallback: bool = False) -> None:
     global _fast_path
     if torch.nn.functional.scaled_dot_product_attention is _torchs:
         _fast_path = torch.backends.mha.get_fastpath_enabled()
-    _put(_or_torch if fallback else scaled_dot_product_attention)
+    _replaced.put({_NAME: _or_torch if fallback else scaled_dot_product_attention})
     sdpa_kernel.activate()
     torch.backends.mha.set_fastpath_enabled(False)
 
@@ -178,20 +178,20 @@ def uninstall() -> None:
     """Restores torch's own function, and the fast path of its modules as it was."""
     if torch.nn.functional.scaled_dot_product_attention is not _torchs:
         torch.backends.mha.set_fastpath_enabled(_fast_path)
-    _put(_torchs)
+    _replaced.put(_replaced.originals)
     sdpa_kernel.restore()
 
 
 @contextmanager
 def installed(*, fallback: bool = False) -> Iterator[None]:
     """A context manager: `install()` on entry; on exit, what was there before is restored."""
-    before = torch.nn.functional.scaled_dot_product_attention
+    before = _replaced.now()
     active, fast_path = sdpa_kernel.active(), torch.backends.mha.get_fastpath_enabled()
     install(fallback=fallback)
     try:
         yield
     finally:
-        _put(before)
+        _replaced.put(before)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         if not active:
             sdpa_kernel.restore()
@@ -209,20 +209,13 @@ def _or_torch(
     """`scaled_dot_product_attention`, or torch's where it refuses."""
     try:
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    except (InvalidArgument, Unsupported) as refusal:
+    except REFUSALS as refusal:
         if not is_compiling():
-            _count(refusal)
+            count(fallbacks, refusal)
     if attn_mask is not None and type(attn_mask) is not torch.Tensor and is_causal_bias(attn_mask):
         _, _, offset = as_causal(attn_mask, query.shape[-2], key.shape[-2])
         attn_mask, is_causal = (None, True) if offset == 0 else (_lower_right(query, key), False)
     return _torchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-
-def _count(refusal: Exception) -> None:
-    """Counts a call that torch serves, and warns of the first one."""
-    if not fallbacks:
-        warnings.warn(f"torch serves what tilewise cannot, from here on unsaid: {refusal}", stacklevel=3)
-    fallbacks[getattr(refusal, "argument", type(refusal).__name__)] += 1
 
 
 def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -231,28 +224,3 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 _fast_path = True  # whether torch's modules had theirs before `install`
-_searched: dict[str, tuple[int, int]] = {}  # modules by name, with the id and length of their dicts at that time
-_holders: dict[str, set[str]] = {}  # the names by which modules have had torch's function
-
-
-def _put(function: Callable[..., torch.Tensor]) -> None:
-    """Sets the function in torch.nn.functional and in modules that have imported torch's from there."""
-    torch.nn.functional.scaled_dot_product_attention = function
-    if function is not _torchs:
-        for key, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and _searched.get(key) != (mark := (id(vars(module)), len(vars(module)))):
-                _searched[key] = mark
-                _search(key, vars(module))
-    for key, found in _holders.items():
-        names = vars(sys.modules[key]) if key in sys.modules else {}
-        for name in found:
-            if any(names.get(name) is x for x in (_torchs, scaled_dot_product_attention, _or_torch)):
-                names[name] = function
-
-
-def _search(key: str, names: dict[str, Any]) -> None:
-    """Finds torch's function in a module. All modules take 20 ms, so it is done again only where names were added."""
-    ours = key.partition(".")[0] in ("torch", "tilewise")
-    found = set() if ours else {name for name, x in list(names.items()) if x is _torchs}
-    if found:
-        _holders.setdefault(key, set()).update(found)

@@ -175,10 +175,14 @@ class TileMap:
         if (count := -(-Lq // tile[0]) * -(-Lk // tile[1])) > MOST_TILES:
             raise InvalidArgument("tile", f"{tile}, {count} tiles of {Lq} x {Lk}", f"at most {MOST_TILES} tiles")
         offset = Lk - Lq if q_offset is None else as_offset(to_int(q_offset), Lq, Lk)
-        bound = bind(None, mask_mod, torch.device("cpu") if device is None else as_device(device))
-        if bound is None:
+        if mask_mod is None:
             raise InvalidArgument("mask_mod", "None", "a function mask_mod(b, h, q_idx, kv_idx)")
+        device = torch.device("cpu") if device is None else as_device(device)
+        bound = bind(None, mask_mod, device)
         sizes = as_size("batch", batch), as_size("heads", heads)
+        if bound is None:  # it hides nothing
+            tiles = (1, 1, -(-Lq // tile[0]), -(-Lk // tile[1]))
+            return cls(torch.full(tiles, FULL, dtype=torch.uint8, device=device), tile, (Lq, Lk))
         return cls(states_of_mod(bound, offset, (Lq, Lk), tile, *sizes), tile, (Lq, Lk), mask_mod=bound.mods)
 
     @classmethod

@@ -40,7 +40,7 @@ from . import shapes, values
 from .arguments import Checker, Operand
 from .function_checks import check_loads
 from .memory import is_aligned, is_large, is_v_in_k
-from .tile_checks import as_tile_map, check_tile_map
+from .tile_checks import as_tile_map, check_map_of_mod, check_tile_map
 
 
 @dataclass(slots=True)
@@ -261,11 +261,12 @@ def _functions(c: Checker, t: Tensors, o: Options) -> tuple[Options, Mods | None
     A tile map of rules has to name the call's, and nodes of a tree have rules of their own: then functions stay whole.
     """
     bound = bind(o.score_mod, o.mask_mod, c.device)
+    check_map_of_mod(t.tile_map, None if bound is None else bound.mods)
     if bound is None:
         return o, None
     tensors = tuple(c.captured(n, x) for n, x in enumerate(bound.tensors))
     mods: Mods | None = bound.mods
-    if o.tile_map is None and o.tree_mask is None:
+    if (t.tile_map is None or t.tile_map.spec is None) and o.tree_mask is None:
         rules, rest = split(bound.mods)
         if (narrowed := with_rules(o, rules)) is not None:
             o, mods = narrowed, rest

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.expression.mods import Mods
 from ..core.problem import Problem
 from ..core.tensors import Tensors, sequences
 from ..core.tile_map import TileMap
@@ -40,10 +41,6 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
     if tile_map.chosen and (p.selection is None or p.selection.block == 1):
         remedy = "block_indices=tile_map.block_indices(), block_size=...: a map alone hides nothing"
         raise InvalidArgument("tile_map", "a map of chosen blocks, without block_indices", "block_indices too", remedy)
-    if tile_map.mask_mod is not None and (p.mods is None or p.mods.mask_alone is not tile_map.mask_mod):
-        given = "no mask_mod" if p.mods is None or p.mods.mask is None else "another"
-        remedy = "mask_mod= beside it, with the same function"
-        raise InvalidArgument("tile_map", "a map of a mask_mod", f"one of the call's, which has {given}", remedy)
     kind = None if p.mask is None else "bool" if p.mask.is_bool else "float"
     if tile_map.mask_kind is not None and kind is None:
         raise InvalidArgument("tile_map", "a map of a dense mask, without that mask", "mask= beside it")
@@ -57,6 +54,16 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
             raise InvalidArgument("tile_map", f"a map of {tile_map.shape}", f"{(p.q_len, p.kv_len)}: (Lq, Lk)")
     if tile_map.spec is not None:
         _check_spec(tile_map.spec, p, tensors, validate)
+
+
+def check_map_of_mod(tile_map: TileMap | None, mods: Mods | None) -> None:
+    """Refuses a map of another mask_mod than the call's. `mods` are those before rules are taken out of them."""
+    if tile_map is None or tile_map.mask_mod is None:
+        return
+    if mods is None or mods.mask_alone is not tile_map.mask_mod:
+        given = "no mask_mod" if mods is None or mods.mask is None else "another"
+        remedy = "mask_mod= beside it, with the same function"
+        raise InvalidArgument("tile_map", "a map of a mask_mod", f"one of the call's, which has {given}", remedy)
 
 
 def _check_spec(spec: TileMapSpec, p: Problem, tensors: Tensors, validate: Any) -> None:

@@ -187,17 +187,23 @@ def _extreme(op: str) -> Callable[..., Array]:
     return lower
 
 
+PYTHONS: dict[Any, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}  # torch takes these too
+
+
 def as_dtype(x: Array, dtype: torch.dtype) -> Array:
+    dtype = PYTHONS.get(dtype, dtype)
     kind = kind_of_dtype(dtype)
     return elementwise(lambda a: cast(a, kind), dtype, x)
 
 
 def _to(x: Array, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
     for arg in args:
-        if isinstance(arg, torch.dtype):
+        if isinstance(arg, torch.dtype) or arg in (bool, int, float):
             dtype = arg
         elif isinstance(arg, Array):
             dtype = arg.dtype
+        elif isinstance(arg, str) and "Tensor" in arg:
+            raise Untraceable(f"type {arg!r}", "a dtype")
     return x if dtype is None else as_dtype(x, dtype)
 
 
@@ -212,10 +218,16 @@ def _filled(value: float) -> Callable[..., Array]:
 
 
 def _full_like(x: Array, value: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    dtype = dtype or x.dtype
+    dtype = x.dtype if dtype is None else PYTHONS.get(dtype, dtype)
     node = value.node() if isinstance(value, Array) else value
     made = cast(node, kind_of_dtype(dtype))
     return Array(x.shape, dtype, lambda _: made)
+
+
+def _new(x: Array, size: Any, value: Any, dtype: torch.dtype | None) -> Array:
+    """A tensor of one value in all elements; its shape is `(n, m)` or, as torch takes it too, `((n, m),)`."""
+    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    return _full_like(Array(tuple(shape), x.dtype, x.at), value, dtype)
 
 
 def _function(build: Callable[[Value], Node]) -> Callable[..., Array]:
@@ -346,9 +358,9 @@ LOWER: dict[str, Callable[..., Array]] = {
     "zeros_like": _filled(0),
     "ones_like": _filled(1),
     "full_like": _full_like,
-    "new_full": lambda x, shape, value, dtype=None, **_: _full_like(Array(tuple(shape), x.dtype, x.at), value, dtype),
-    "new_zeros": lambda x, shape, dtype=None, **_: _full_like(Array(tuple(shape), x.dtype, x.at), 0, dtype),
-    "new_ones": lambda x, shape, dtype=None, **_: _full_like(Array(tuple(shape), x.dtype, x.at), 1, dtype),
+    "new_full": lambda x, size, fill_value, dtype=None, **_: _new(x, size, fill_value, dtype),
+    "new_zeros": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 0, dtype),
+    "new_ones": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 1, dtype),
     "getitem": getitem,
     "select": _select,
     "embedding": _embedding,

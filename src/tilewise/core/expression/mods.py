@@ -135,7 +135,10 @@ _pairs: dict[tuple[_Known | None, _Known | None], Mods] = {}
 
 
 def bind(score_mod: Any, mask_mod: Any, device: torch.device) -> Bound | None:
-    """The functions of a call, traced or found by what they capture; None if there are none."""
+    """The functions of a call, traced or found by what they capture; None if there are none.
+
+    A score_mod that returns the score, or a mask_mod that hides nothing, is none.
+    """
     if type(score_mod) is Bound:
         if mask_mod is None:
             return score_mod
@@ -147,9 +150,13 @@ def bind(score_mod: Any, mask_mod: Any, device: torch.device) -> Bound | None:
     if score_mod is not None:
         score, captured = _find(score_mod, "score_mod")
         tensors = score.tensors(captured, device)
+        score = None if score.root is source("s") else score
     if mask_mod is not None:
         mask, captured = _find(mask_mod, "mask_mod")
         tensors += mask.tensors(captured, device)
+        mask = None if mask.root is const(True) else mask
+    if score is None and mask is None:
+        return None
     mods = _pairs.get((score, mask))
     if mods is None:
         mods = _combined(score, mask, tensors)
