@@ -1,18 +1,24 @@
 """Draws the pictures of masks in these documents: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 A square is a cell (query, key); filled ones are visible. In pictures of tile maps it is a tile: skipped, mixed
-(lighter) or full. Rules are asked of tilewise itself, so that a picture shows what it does;
-`tests/project/test_site.py` compares the files with what this makes.
+(lighter) or full; in those of score functions a weight, darker if it is larger. Rules are asked of tilewise itself, so
+that a picture shows what it does; `tests/project/test_site.py` compares the files with what this makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tilewise import TileMap
+from tilewise import TileMap, attention
 from tilewise.tools.bench.svg import DARK, LIGHT
 from tilewise.tools.patterns import tree
 
@@ -68,7 +74,52 @@ def tiles(mask: torch.Tensor | None = None, **rules: object) -> torch.Tensor:
     return TileMap.from_mask(mask, (64, 64)).states[0, 0]
 
 
-PICTURES: dict[str, list[tuple[str, torch.Tensor]]] = {
+@lru_cache(maxsize=1)
+def score_mods() -> dict[str, Any]:
+    """What the code on docs/score-mods.md defines."""
+    text = (HERE.parent / "score-mods.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "score_mods"}
+    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"(?ms)^```python\n(.*?)^```$", text):
+            exec(block, names)
+    return names
+
+
+def seen(name: str, b: int = 0, h: int = 0) -> Callable[[], torch.Tensor]:
+    """The cells of an example on that page that are visible."""
+    return lambda: _weights(name, b, h, causal=False, scored=False) > 0
+
+
+def weights(name: str, *, causal: bool = True, scored: bool = False) -> Callable[[], torch.Tensor]:
+    """The weights of an example, as shares of the largest in their row: int16, 0 hidden, 1 to 5. Scores are 0, or those
+    of the page's queries if `scored`.
+    """
+
+    def levels() -> torch.Tensor:
+        found = _weights(name, 0, 0, causal, scored)
+        share = found / found.amax(1, keepdim=True)
+        return torch.where(found > 0, 1 + torch.bucketize(share, torch.tensor([0.07, 0.23, 0.43, 0.71])), 0).short()
+
+    return levels
+
+
+def _weights(name: str, b: int, h: int, causal: bool, scored: bool) -> torch.Tensor:
+    page = score_mods()
+    keys = torch.eye(page["L"]).expand(page["B"], 2, -1, -1)  # each is its own value: the output is the weights
+    with torch.no_grad():
+        q = page["q"] if scored else page["q"] * 0
+        return attention(q, page["k"], keys, causal=causal, **page["examples"][name])[b, h]
+
+
+def differential() -> torch.Tensor:
+    """Differences of the weights of two heads, without their sign."""
+    first, second = (_weights("differential", 0, h, causal=True, scored=True) for h in (0, 2))
+    found = (first - 0.3 * second).abs()
+    share = found / found.amax(1, keepdim=True)
+    return torch.where(found > 0, 1 + torch.bucketize(share, torch.tensor([0.07, 0.23, 0.43, 0.71])), 0).short()
+
+
+PICTURES: dict[str, list[tuple[str, torch.Tensor | Callable[[], torch.Tensor]]]] = {
     "rules": [
         ("causal", rule(16, 16, causal=True)),
         ("causal, window=4", rule(16, 16, causal=True, window=4)),
@@ -99,16 +150,51 @@ PICTURES: dict[str, list[tuple[str, torch.Tensor]]] = {
         ("causal, chunk=320", tiles(causal=True, chunk=320)),
         ("blocks of 256", tiles(blocks(1024, 256))),
     ],
+    "mods_positions": [
+        ("1. causal", seen("causal")),
+        ("2. window of 4", seen("window")),
+        ("3. first 2, window of 4", seen("streaming")),
+        ("4. prefix of 5", seen("prefix LM")),
+    ],
+    "mods_documents": [
+        ("5. documents", seen("documents")),
+        ("6. windows in them", seen("windows in documents")),
+        ("7. row of 11 tokens", seen("padding", b=1)),
+        ("8. images in text", seen("transfusion")),
+    ],
+    "mods_grids": [
+        ("9. every third", seen("dilated")),
+        ("10. global and local", seen("Longformer")),
+        ("11. pixels around", seen("NATTEN")),
+        ("12. shifted windows", weights("Swin", causal=False)),
+    ],
+    "mods_heads": [
+        ("13. tree of drafts", seen("tree")),
+        ("14. head 0 by head", seen("by head")),
+        ("14. head 3 by head", seen("by head", h=3)),
+        ("15. ALiBi", weights("ALiBi")),
+    ],
+    "mods_scores": [
+        ("16. softcap", weights("softcap", scored=True)),
+        ("17. T5", weights("T5")),
+        ("18. forgetting", weights("forgetting")),
+        ("19. second product", weights("rotary part", scored=True)),
+        ("20. differential", differential),
+    ],
 }
+STATES = ((2, "on"), (1, "half"), (0, "off"))  # of cells and tiles
+LEVELS = ((5, "on"), (4, "on w4"), (3, "on w3"), (2, "on w2"), (1, "on w1"), (0, "off"))  # of weights
+OPACITY = {"w4": 0.72, "w3": 0.5, "w2": 0.3, "w1": 0.16}
 
 
 def picture(name: str) -> str:
     """One row of masks as an SVG that stands alone, light and dark."""
     parts, x, most = [], 0, 0
-    for title, cells in PICTURES[name]:
+    for title, given in PICTURES[name]:
+        cells = given if isinstance(given, torch.Tensor) else given()
         rows, columns = cells.shape
         states = 2 * cells.to(torch.uint8) if cells.dtype == torch.bool else cells
-        for state, kind in ((2, "on"), (1, "half"), (0, "off")):
+        for state, kind in LEVELS if cells.dtype == torch.int16 else STATES:
             shown = states == state
             if not shown.any():
                 continue
@@ -119,6 +205,7 @@ def picture(name: str) -> str:
         most = max(most, STEP * rows)
     frame = f'viewBox="-4 -2 {x - 16} {most + 28}" width="{x - 16}" height="{most + 28}"'
     style = "text{font:600 12px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}" + _colours(LIGHT)
+    style += "".join(f".{kind}{{opacity:{x:g}}}" for kind, x in OPACITY.items() if f' {kind}"' in "".join(parts))
     style += f"@media (prefers-color-scheme:dark){{{_colours(DARK)}}}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img"><title>{name}</title>'
     return f"{head}<style>{style}</style>{''.join(parts)}</svg>\n"
