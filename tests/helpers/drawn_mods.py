@@ -146,7 +146,7 @@ def called(kind, fn, s, cells, tensors, factor=1.0, keep=0):
     address, scale = ctypes.addressof(table), bits(factor)
     if kind == "columns":
         positions = (cells["q"] - 3).int().contiguous()
-        fn(s.data_ptr(), W, len(s), 1, cells["h"].data_ptr(), positions.data_ptr(), 0, 3, 2, address, scale, keep)
+        fn(s.data_ptr(), W, len(s), 1, cells["h"].data_ptr(), positions.data_ptr(), 0, 3, 2, address, scale, keep, 0)
     else:
         fn(s.data_ptr(), len(s), 1, int(cells["h"]), int(cells["q"]) - 3, 0, 3, 2, address, scale, keep)
     return s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,14 +18,20 @@ MOST_TILES = 1 << 18  # whose bounds are in memory at once
 Number = torch.Tensor | int  # int64 [B], or the same for all sequences
 
 
-def mod_states(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tensor | None:
-    """The states of all tiles of a call by its functions: uint8 `[1 or B, 1 or H, nq, nk]`, 0 skip, 1 mixed, 2 full.
+class SequencePlaces(NamedTuple):
+    """Lengths of the sequences of a call, positions of their first rows, and distances between those of neighbours."""
 
-    None if it has no functions, or if positions are given one by one. Nothing is read on the host.
-    """
+    q_len: Number
+    kv_len: Number
+    q_start: Number
+    k_start: Number
+    k_stride: Number
+    q_stride: Number
+
+
+def sequence_places(problem: Problem, tensors: Tensors) -> SequencePlaces:
+    """Where the rows of each sequence are."""
     p, t = problem, tensors
-    if p.mods is None or p.positions:
-        return None
 
     def by_row(x: torch.Tensor) -> Number:
         return x.long()
@@ -39,9 +45,21 @@ def mod_states(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> tor
     elif t.q_offset is not None:
         offset = by_row(t.q_offset)
     places: Any = p.rules.places if t.places is None else t.places.long().unbind(1)
-    k_start, k_stride, q_stride = places
-    q = _positions(p.q_len, tile[0], q_len, offset, q_stride, p.device)
-    k = _positions(p.kv_len, tile[1], kv_len, k_start, k_stride, p.device)
+    return SequencePlaces(q_len, kv_len, offset, *places)
+
+
+def mod_states(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tensor | None:
+    """The states of all tiles of a call by its functions: uint8 `[1 or B, 1 or H, nq, nk]`, 0 skip, 1 mixed, 2 full.
+
+    None if it has no functions, or if positions are given one by one. Nothing is read on the host.
+    """
+    p, t = problem, tensors
+    if p.mods is None or p.positions:
+        return None
+
+    at = sequence_places(p, t)
+    q = _positions(p.q_len, tile[0], at.q_len, at.q_start, at.q_stride, p.device)
+    k = _positions(p.kv_len, tile[1], at.kv_len, at.k_start, at.k_stride, p.device)
     return function_states(p.mods, t.captured, q, k, p.batch, p.heads)
 
 

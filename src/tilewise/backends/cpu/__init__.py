@@ -21,7 +21,6 @@ from ...core.problem import (
     WriteProblem,
     family_of,
     no_alibi_by_tree,
-    no_mods,
     no_mods_by_tree,
     other_formats,
 )
@@ -99,7 +98,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or no_mods(problem)
+    return supports(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -17,6 +17,8 @@ from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
 from .launch import LaunchTemplate, check_tables, launcher, make_params, problem_params, same_items, schedule_items
+from .mainloop.mod_kernels import vectors_of
+from .mod_gradients import CapturedSums, derivatives_of
 from .params import Gradients, put_tensor
 from .scratch import backward_scratch_bytes, round_up
 from .threads import pool, yield_thread
@@ -28,9 +30,11 @@ def prepare(problem: Problem) -> Plan:
     rows, keys = config.backward_tile(p)
     threads = config.threads_for(p, torch.get_num_threads())
     shared = p.mask.broadcast if p.mask is not None and "mask" in p.grads else (False, False)
-    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows))
+    d = derivatives_of(p)
+    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), by_score=d.by_score)
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
     params.gradients, params.yield_thread = ctypes.addressof(gradients), yield_thread()
+    params.mod_vectors = vectors_of(d.parts)
     bf16 = config.backward_in_bf16(p)
     params.worker = compiler.function("backward" + " selected" * (p.selection is not None) + " bf16" * bf16)
     scratch = backward_scratch_bytes(params)
@@ -108,6 +112,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
     if b.dk_bias is not None:
         put_tensor(g, "dk_bias", b.dk_bias.zero_())
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
+    captured = CapturedSums(p, derivatives_of(p), b, params, g) if b.dcaptured else None
     launcher((params,), template.scratch, [kept, g, delta, t])(t.q, t.k, t.v, t.out, t.lse)
     if slopes is not None and b.dalibi_slopes is not None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
@@ -115,6 +120,8 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         torch.sum(rows, 0, out=b.dq_bias)
     if b.dmask is not None and mask is not None and mask is not b.dmask:
         b.dmask.copy_(mask.sum(0))
+    if captured is not None:
+        captured.write()
 
 
 def sorted_indices(selection: Selection, indices: torch.Tensor | None) -> torch.Tensor:

@@ -7,35 +7,48 @@ scores (`mainloop/mods.py`), so a new function compiles no mainloop.
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 from typing import Any
 
 import torch
 from llvmlite import ir
 
+from ...core.expression.build import is_const
 from ...core.expression.mods import Mods
+from ...core.expression.node import Node, in_order
+from ...core.expression.sums import LoadGradient
+from ...core.expression.text import to_text
+from ...core.mod_tiles import mod_states
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from . import compiler
 from .codegen.vector import I64, Emit
+from .config import bytes_read
 from .mainloop.mod_kernels import ARGUMENTS, KERNELS
-from .params import Params
+from .params import Params, put_tensor
 
 _engines: list[Any] = []  # code is freed with its engine
+MOST_KEPT = 256  # states of tiles that no tensor changes
+WORTH_STATES = 5e-3  # seconds of a core; states by tensors take 0.2 to 1 ms (cpu/score-mods in benchmarks/cpu/LOG.md)
 NARROW = 2**31  # bytes of a tensor whose offsets fit in 32 bits
 
 
 @cache
-def kernel(kind: str, mods: Mods, wide: bool) -> int:
-    """The address of a kernel of an expression."""
+def kernel(kind: str, mods: Mods, wide: bool, parts: tuple[LoadGradient | Node, ...] | None = None) -> int:
+    """The address of a kernel of an expression; `parts` are those of `gradients` and `places`."""
+    more: dict[str, Any] = {} if parts is None else {"parts": parts}
 
     def build(module: ir.Module, name: str) -> None:
         count = len(ARGUMENTS[kind].split())
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * count), name)
         builder = ir.IRBuilder(function.append_basic_block())
-        KERNELS[kind](Emit(builder), mods, wide, *function.args)
+        KERNELS[kind](Emit(builder), mods, wide, *function.args, **more)
         builder.ret_void()
 
     name = f"mod_{kind}"
-    engine = compiler.compile_module(build, name, f"{mods.text} {wide}")
+    stamp = f"{mods.text} {wide}" + "".join(f" {part_text(x, mods)}" for x in parts or ())
+    engine = compiler.compile_module(build, name, stamp)
     _engines.append(engine)
     address: int = engine.get_function_address(name)
     return address
@@ -61,18 +74,66 @@ def is_wide(captured: tuple[torch.Tensor, ...]) -> bool:
     """Whether an offset in one of these tensors takes more than 32 bits."""
     return any(
         x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) > NARROW
+        or x.numel() > NARROW  # of one that is expanded
         for x in captured
     )
 
 
-def put_mods(params: Params, mods: Mods | None, captured: tuple[torch.Tensor, ...]) -> Any:
-    """Sets the fields of the functions of a call; returns what must outlive it."""
+def part_text(part: LoadGradient | Node, mods: Mods) -> str:
+    return to_text((part if isinstance(part, Node) else part.load,), mods.tensors)
+
+
+def put_mods(
+    params: Params, mods: Mods | None, captured: tuple[torch.Tensor, ...], parts: tuple[LoadGradient | Node, ...] = ()
+) -> Any:
+    """Sets the fields of the functions of a call; returns what must outlive it. `parts`: of a backward pass."""
     if mods is None:
         return None
     wide = is_wide(captured)
-    for kind in ("columns", "rows"):
-        setattr(params, f"mod_{kind}", kernel(kind, mods, wide))
+    if parts:
+        params.mod_columns = kernel("gradients", mods, wide, parts)
+    else:
+        params.mod_columns = kernel("columns", mods, wide)
+    if not params.gradients:  # a backward pass has no decode
+        params.mod_rows = kernel("rows", mods, wide)
     params.mod_scores, params.mod_masks = mods.score is not None, mods.mask is not None
     table = table_of(captured)
     params.captured = ctypes.addressof(table)
     return table
+
+
+_constant: dict[tuple[Problem, tuple[int, int]], torch.Tensor | None] = {}
+
+
+def put_mod_states(params: Params, p: Problem, t: Tensors) -> torch.Tensor | None:
+    """Sets the states of tiles by the functions of a call, if that pays; returns what must outlive it."""
+    if p.mods is None or p.positions or p.selection is not None or not may_hide(p.mods):
+        return None
+    tile = params.tile_rows, params.tile_keys
+    varying = (*t.captured, t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.places)
+    if any(x is not None for x in varying):
+        if work_of(p) < WORTH_STATES:
+            return None
+        states = mod_states(p, t, tile)
+    else:
+        states = _constant.get((p, tile))
+        if states is None:
+            if len(_constant) >= MOST_KEPT:
+                _constant.clear()
+            states = _constant[p, tile] = mod_states(p, t, tile)
+    assert states is not None
+    put_tensor(params, "mod_states", states.expand(p.batch, p.heads, *states.shape[2:]))
+    return states
+
+
+@cache
+def may_hide(mods: Mods) -> bool:
+    """Whether functions may hide a tile: a score_mod does by a -inf of its own."""
+    nodes = in_order(mods.score) if mods.score is not None else []
+    return mods.mask is not None or any(is_const(x, -math.inf) for x in nodes)
+
+
+def work_of(p: Problem) -> float:
+    """About how many seconds a call takes on a core."""
+    rows = p.total_q if p.packed_q else p.batch * p.q_len
+    return max(2e-11 * rows * p.heads * p.kv_len * (p.head_dim + p.value_dim), 1e-10 * bytes_read(p))

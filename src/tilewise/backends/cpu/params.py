@@ -84,8 +84,8 @@ class Params(ctypes.Structure):
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
         *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`
         # Functions of the user (`mods.py`): kernels, whether there is a score_mod and a mask_mod, the table of captured
-        # tensors, and the states of mask_mod's tiles (tile_rows x tile_keys)
-        *fields("mod_columns mod_rows mod_scores mod_masks captured"),
+        # tensors, vectors that a backward pass stores for a key, the states of mask_mod's tiles (tile_rows x tile_keys)
+        *fields("mod_columns mod_rows mod_scores mod_masks captured mod_vectors"),
         *fields(tensor("mod_states", "bhqk")),
         *fields("work_items partials threads"),
         # If each call lists its own work items: the kernel for it, the most items; packed rows of q, and of k or pages
@@ -115,6 +115,22 @@ class Gradients(ctypes.Structure):
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
         *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
         *fields("every_row every_head"),  # whether batch rows or KV heads of a block of keys are one work item
+        # Functions of the user: whether the first derivative is that by the score; the `LoadSums` of loads; memory for
+        # them, bytes for each thread, the number of threads that have some, how many floats of it are cleared; the work
+        # item whose turn it is
+        *fields("by_score loads load_count own own_bytes next_own own_cleared turn"),
+    ]
+
+
+class LoadSums(ctypes.Structure):
+    """Where the gradient of a load of a captured tensor is summed."""
+
+    _fields_ = [
+        *fields("axis"),  # one of `AXES`
+        *fields("derivative element"),  # vectors of a key's derivatives; -1: it is 1, or not needed
+        *fields("own own_h"),  # bytes in the thread's memory; numbers from head to head
+        *fields("listed"),  # most terms of a list in it, or 0: there is a sum for each element
+        *fields("sums sums_h"),  # float64, of all items; numbers from head to head, or in all
     ]
 
 
@@ -146,7 +162,8 @@ class LaunchBlock(ctypes.Structure):
     _fields_ = [("params", Params), ("task", Task)]
 
 
-PARAMS, GRADIENTS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, WorkItem, Task, Team))
+PARAMS, GRADIENTS, LOAD_SUMS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, LoadSums, WorkItem, Task, Team))
+LOAD_SUMS_BYTES = np.int64(LOAD_SUMS.itemsize)
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
 SELECTED_BYTES = np.int64(16)  # of an entry of `mainloop/selected_keys.py`
 LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // CACHE_LINE) * CACHE_LINE

@@ -24,19 +24,19 @@ TAIL = np.int64(32)  # extra keys that the last decode tile of a sequence may ha
 SCORES = np.int64(DECODE_TILE_KEYS + TAIL)  # of a row in a decode tile
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # most scales of a row
-HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
+HEAD_BATCH, WORD, ZERO_BYTES = np.int64(HEAD_BATCH_BYTES), np.int64(8), np.int64(0)
 Scratch = namedtuple(
     "Scratch",
     "acc k_table v_table k_next v_next next_count k_scales v_scales m l alpha slopes lo hi positions heads some_lo "
     "some_hi all_lo all_hi mask_rows mask_columns states mod_state selected selected_order selected_count done "
-    "downscaled row_sums q s keys values packed nonfinite weights",
+    "downscaled row_sums derivatives q s keys values packed nonfinite weights",
 )
 AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions heads some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns "
-    "states mod_state selected entries unselected distances slope_sums before q_rows dout_rows q dout s ds dcap keys "
-    "finite_keys values dk dv block_dk block_dv",
+    "states mod_state own item selected entries unselected distances slope_sums derivatives q_rows dout_rows q dout s "
+    "ds dcap keys finite_keys values dk dv block_dk block_dv",
 )
 
 
@@ -90,6 +90,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         done=WORD,  # whether the AMX mainloop could process the item
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
+        derivatives=ZERO_BYTES,  # of functions of the user: of the backward pass
         q=4 * rows * D,  # [panels, D, PANEL], or [rows, D] in decode
         s=4 * max(keys * PANEL, head_batch * decoded * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
         keys=4 * keys * D,  # [keys, D], converted to float32
@@ -101,8 +102,10 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
     )
 
 
-def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, selected):
-    """Bytes of each part, for the backward pass. `selected`: 1 with key indices, else 0."""
+def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, selected, derivatives):
+    """Bytes of each part, for the backward pass. `selected`: 1 with key indices, else 0; `derivatives`: vectors for a
+    key of a vector of rows.
+    """
     rows = round_up(heads // kv_heads * tile_rows, PANEL)
     D, Dv, keys = round_up(head_dim, W), round_up(value_dim, W), round_up(tile_keys, KEYS)
     each_row, cells = 4 * rows, 4 * keys * rows
@@ -125,12 +128,14 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, s
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
         mod_state=WORD,
+        own=WORD,  # the address of the thread's memory for gradients of captured tensors
+        item=WORD,  # the number of the work item
         selected=selected * SELECTED_BYTES * keys,  # see `mainloop/backward_selected.py`, as the next two
         entries=selected * 4 * keys,
         unselected=selected * cells,  # [vectors of rows, keys, W]
         distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
-        before=4 * W * (keys + W),  # scores of a vector of rows as score_mod is given them
+        derivatives=derivatives * 4 * W * (keys + W),  # of a vector of rows, [keys, derivatives, W]: `mod_gradients.py`
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
         dout_rows=each_row * (Dv + W),
         q=each_row * D,  # [panels, D, PANEL]
@@ -150,7 +155,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, s
 
 def backward_scratch_bytes(p):
     """Bytes of a thread's scratch memory in a backward pass with these `Params`."""
-    cut = p.tile_rows, p.tile_keys, min(p.max_selected, 1)
+    cut = p.tile_rows, p.tile_keys, min(p.max_selected, 1), p.mod_vectors
     sizes = backward_sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
@@ -213,7 +218,7 @@ def partition(p, base):
 @jit
 def partition_backward(p, base):
     """Likewise in the backward pass."""
-    cut = p.tile_rows, p.tile_keys, min(p.max_selected, ONE)
+    cut = p.tile_rows, p.tile_keys, min(p.max_selected, ONE), p.mod_vectors
     sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
 

@@ -29,4 +29,4 @@ def _caller(count: int) -> Any:
 call_nothing, call_kernel, call_mainloop, call_parallel, call_matrix, call_pv, call_qk = map(
     _caller, (0, 2, 3, 4, 10, 11, 12)
 )
-call_mod_rows, call_mod_columns = map(_caller, (11, 12))
+call_mod_rows, call_mod_columns = map(_caller, (11, 13))

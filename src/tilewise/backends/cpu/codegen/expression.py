@@ -199,6 +199,18 @@ class Printer:
                 b.store(self._gather(base, offset, STORED[dtype]), result)
         return self._decode(dtype, b.load(result))
 
+    def element_of(self, node: Node) -> Value:
+        """The number of the element that a load reads, in row-major order, as int64."""
+        b, kind = self.e.builder, I64 if self.wide else I32
+        number: Value = ir.Constant(kind, 0)
+        for index, (size, _) in zip(node.children, self.entries[int(node.args[0])][1], strict=True):  # type: ignore[arg-type]
+            place = self.clamped(self.values[index], size)
+            if self.wide:
+                place, size = b.sext(place, like(place, I64)), b.sext(size, I64)
+            number = b.add(*self.alike(b.mul(*self.alike(number, size)), place))
+        number = self.spread(number)
+        return number if self.wide else b.sext(number, ir.VectorType(I64, W))
+
     def clamped(self, index: Value, size: Value) -> Value:
         """An index into a dim: from the end if it is negative, then clamped (`evaluate.clamped`)."""
         b = self.e.builder

@@ -12,7 +12,7 @@ from ....core.private.numba import Compiler
 from ....core.storage import FORMATS
 from ....core.storage import LATENT as LATENT_WIDTH
 from ....core.storage import LATENT_SCALES as SCALE_BYTES
-from ..params import GRADIENTS, PARAMS, TASK, TEAM, WORK_ITEM
+from ..params import GRADIENTS, LOAD_SUMS, PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
 from .calls import call_nothing
@@ -72,7 +72,9 @@ def struct_at(record):
     return at
 
 
-params_at, item_at, gradients_at, task_at, team_at = map(struct_at, (PARAMS, WORK_ITEM, GRADIENTS, TASK, TEAM))
+params_at, item_at, gradients_at, load_sums_at, task_at, team_at = map(
+    struct_at, (PARAMS, WORK_ITEM, GRADIENTS, LOAD_SUMS, TASK, TEAM)
+)
 
 
 @njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)

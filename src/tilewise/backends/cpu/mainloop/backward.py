@@ -20,7 +20,7 @@ from __future__ import annotations
 from numba import types
 
 from ....core.large_lse import LARGE
-from ..codegen.load_store import clear, fetch_add, get_f32, load_acquire, put_f32, store_release
+from ..codegen.load_store import clear, fetch_add, get_f32, load_acquire, put_f32, put_i64, store_release
 from ..codegen.numba_ops import (
     INF,
     ONE,
@@ -44,11 +44,14 @@ from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_cells import dot_minus
 from .backward_fp32 import FP32
+from .backward_mods import add_sums, begin_item, begin_sums, end_item
 from .backward_selected import add_to_block, list_tile_keys
 from .backward_tile import Tile, differentiate, init_tile_rows, list_blocks
-from .mask import read_states
+from .mask import MIXED, SKIP, read_states
+from .mods import mod_state
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
+NEXT_OWN = offset(Gradients, "next_own")
 
 
 def schedule_backward(params, order):
@@ -179,6 +182,10 @@ def mainloop(gemm, selected):
         R = p.heads // p.kv_heads * tile.rows
         ld = up(R, PANEL)
         _, skipped = read_states(p, tile, t.states, tile.start, tile.end)
+        if p.mod_scores or p.mod_masks:
+            state = mod_state(p, tile, tile.start, tile.end)
+            put_i64(t.mod_state, state)
+            skipped |= state == SKIP
         if not skipped:
             add_tile(p, g, t, tile, R, ld)
         if g.dq:
@@ -193,6 +200,7 @@ def mainloop(gemm, selected):
         own = Tile(tile.b, tile.head, tile.row, tile.rows, ZERO, count, tile.block)
         if count:
             read_states(p, tile, t.states, tile.start, tile.end)  # with indices no tile is skipped
+            put_i64(t.mod_state, MIXED)
             at = kv_location(p, tile, sequence(p, tile.b)[2], t.selected)
             finite_keys = load_keys(p, t, at, ZERO, count)
             clear(t.dk, up(count, KEYS) * D)
@@ -232,6 +240,8 @@ def mainloop(gemm, selected):
         D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
         whole = Tile(b, head, ZERO, q_len, start, end, block)
         finite_keys, dk, dv = begin_block(p, t, whole, kv_start)
+        if g.load_count:
+            begin_sums(g, t)
         for h in range(group):
             put_f32(t.slope_sums + 4 * h, F(0))
         first, last = rows_seeing(p, block, kv_len, affine(p, b, offset), q_len)
@@ -239,6 +249,8 @@ def mainloop(gemm, selected):
             tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
             if first < row + tile.rows:  # else no row is that far
                 visit(p, g, t, tile, finite_keys)
+        if g.load_count:
+            add_sums(p, g, t, whole)
         kv_row = kv_location(p, whole, kv_start, ZERO).b
         for j in range(end - start):
             token = kv_start + start + j
@@ -257,12 +269,18 @@ def mainloop(gemm, selected):
         """A thread's main function: takes work items until there are none."""
         p = params_at(params)
         g, t = gradients_at(p.gradients), partition_backward(p, scratch)
+        own = g.own
+        if g.load_count:
+            own += fetch_add(p.gradients + NEXT_OWN) * g.own_bytes
         index = fetch_add(params + NEXT_ITEM)
         while index < p.items:
             item = item_at(p.work_items + index * WORK_ITEM_BYTES)
+            begin_item(p, t, own, index)
             for b in range(item.b, p.batch if g.every_row else item.b + 1):
                 for head in range(item.head, p.kv_heads if g.every_head else item.head + 1):
                     key_block(p, g, t, b, head, item.split)
+            if g.load_count:
+                end_item(p, t)
             index = fetch_add(params + NEXT_ITEM)
 
     return backward

@@ -48,14 +48,14 @@ def softcap_derivative(e: Emit, s: Value, to: Value, step: Value, count: Value, 
         e.store(e.fma(b.fneg(x), x, e.f32s(1.0)), to, at)
 
 
-@microkernel("iiii")
-def multiply_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
-    """ds *= dcap, but 0 where ds is 0: in a hidden cell dcap may be NaN."""
+@microkernel("iiiii")
+def multiply_cells(e: Emit, ds: Value, step: Value, d: Value, d_step: Value, count: Value) -> None:
+    """ds *= d, but 0 where ds is 0: in a hidden cell d may be NaN."""
     b = e.builder
     with e.loop(count) as j:
         at = b.mul(j, step)
-        x = e.load(ds, at)
-        e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, e.load(dcap, at))), ds, at)
+        x, factor = e.load(ds, at), e.load(d, b.mul(j, d_step))
+        e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, factor)), ds, at)
 
 
 @microkernel("iiiiiii")

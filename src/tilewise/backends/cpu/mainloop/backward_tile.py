@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import namedtuple
 
+import numpy as np
+
 from ..codegen.load_store import clear, get_f32, get_i64, put_f32, put_i64
 from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up
 from ..codegen.vector import W
@@ -12,11 +14,13 @@ from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
 from ..kv_access import affine, key_span, sequence
 from .backward_cells import add_distances, multiply_cells, probs_full, probs_masked, softcap_derivative
 from .backward_mask import add_bias, add_mask
+from .backward_mods import add_loads
 from .backward_selected import hide_unselected
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 from .selected_keys import first_entry, selected_key
 
+W_ = np.int64(W)
 # Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them; with indices,
 # keys may be entries of the tile's list (`backward_selected.py`)
 Tile = namedtuple("Tile", "b head row rows start end block")
@@ -92,6 +96,10 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
             probs_masked(s, ds, ld, n, m, l, factor)
         else:
             probs_full(s, ds, ld, n, m, l, factor)
+        if g.load_count:
+            add_loads(p, g, t, tile, ds, ld, first, R, key, n)
+        if g.by_score:
+            multiply_cells(ds, ld, t.derivatives, p.mod_vectors * W_, n)
         if g.dslopes:
             stride, sums, positions = affine(p, tile.b, ZERO).k_stride, t.distances + 4 * first, t.positions + 4 * first
             if p.indices:
@@ -104,7 +112,7 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
         if g.dmask:
             add_mask(p, g, t, tile, ds, ld, first, R, key, n)
         if p.softcap > 0:
-            multiply_cells(ds, t.dcap + at, ld, n)
+            multiply_cells(ds, ld, t.dcap + at, ld, n)
     if g.dslopes:
         for r in range(R):
             to = t.slope_sums + 4 * (r // tile.rows)

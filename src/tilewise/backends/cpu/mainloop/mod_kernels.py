@@ -3,24 +3,31 @@
 `columns`: W query rows of one vector, `count` keys `step` floats apart. `rows`: one query row, `count` vectors of keys.
 Arguments that they share: the batch row, the query head or heads, positions of queries as their distance from the first
 key, the first key, `k_start` and `k_stride`, the table of captured tensors (`mods.py`), the factor of scores as bits of
-a float32, and whether a score of -inf is hidden already.
+a float32, and whether a score of -inf is hidden already; then, for `gradients` only, where it stores derivatives.
+
+`gradients`: as `columns`, and for each key vectors of what a backward pass needs (`mod_gradients.py`), one behind the
+other. `places`: the element that a load reads, int64, for vectors of `b`, `q` and `k`, int32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from ....core.expression.mods import Mods
 from ....core.expression.node import Node, source
+from ....core.expression.sums import LoadGradient
 from ..codegen.expression import Printer
-from ..codegen.vector import F32, I1, I32, Emit, Value, W
+from ..codegen.vector import F32, I1, I32, I64, Emit, Value, W
 
 ARGUMENTS = {
-    "columns": "s step count b heads positions key k_start k_stride table factor keep",
+    "columns": "s step count b heads positions key k_start k_stride table factor keep derivatives",
     "rows": "s count b head position key k_start k_stride table factor keep",
+    "gradients": "s step count b heads positions key k_start k_stride table factor keep derivatives",
+    "places": "count b head q k table to",
 }
 
 
@@ -47,18 +54,46 @@ def _results(e: Emit, mods: Mods, printer: Printer, score: Value, keep: Value) -
 
 def columns(e: Emit, mods: Mods, wide: bool, s: Value, step: Value, count: Value, batch: Value, heads: Value,
             positions: Value, key: Value, k_start: Value, k_stride: Value, table: Value, factor: Value,
-            keep: Value) -> None:  # fmt: skip
+            keep: Value, derivatives: Value, parts: Sequence[LoadGradient | Node] = ()) -> None:  # fmt: skip
     b, printer = e.builder, Printer(e, table, mods.tensors, "q", wide)
     start, stride, first = (b.trunc(x, I32) for x in (k_start, k_stride, key))
     printer.bind(source("b"), b.trunc(batch, I32))
     printer.bind(source("h"), e.load_i32(heads))
     printer.bind(source("q"), b.add(e.load_i32(positions), e.splat_i32(start)))
-    printer.print([x for x in (mods.score, mods.mask) if x is not None], early)
+    needed = [y for x in parts for y in ([x] if isinstance(x, Node) else x.load.children)]
+    printer.print([x for x in (mods.score, mods.mask, *needed) if x is not None], early)
     scale, kept = floats_of_bits(e, factor), printer.spread(b.trunc(keep, I1))
     with e.loop(count) as j:
         at = b.mul(j, step)
         printer.bind(source("k"), b.add(start, b.mul(stride, b.add(first, b.trunc(j, I32)))))
         e.store(_results(e, mods, printer, b.fmul(e.load(s, at), scale), kept), s, at)
+        printer.print(needed)
+        to = b.mul(j, e.i64(W * vectors_of(parts)))
+        for part in parts:
+            if isinstance(part, Node):
+                e.store(printer.vector(part), derivatives, to)
+            else:
+                b.store(printer.element_of(part.load), e.pointer(derivatives, to, F32, e.vector(I64))).align = 4
+            to = b.add(to, e.i64(W * vectors_of([part])))
+
+
+def vectors_of(parts: Sequence[LoadGradient | Node]) -> int:
+    """Vectors of float32 that `gradients` stores for a key: one of a derivative, two of the elements of a load."""
+    return sum(1 if isinstance(x, Node) else 2 for x in parts)
+
+
+def places(e: Emit, mods: Mods, wide: bool, count: Value, batch: Value, head: Value, q: Value, k: Value, table: Value,
+           to: Value, parts: Sequence[LoadGradient | Node]) -> None:  # fmt: skip
+    b, printer = e.builder, Printer(e, table, mods.tensors, "", wide)
+    (part,) = parts
+    assert isinstance(part, LoadGradient)
+    printer.bind(source("h"), b.trunc(head, I32))
+    with e.loop(count, W) as i:
+        at = b.mul(i, e.i64(4))
+        for name, x in (("b", batch), ("q", q), ("k", k)):
+            printer.bind(source(name), e.load_i32(b.add(x, at)))
+        printer.print(part.load.children)
+        b.store(printer.element_of(part.load), e.pointer(to, i, I64, e.vector(I64))).align = 8
 
 
 def rows(e: Emit, mods: Mods, wide: bool, s: Value, count: Value, batch: Value, head: Value, position: Value,
@@ -78,4 +113,4 @@ def rows(e: Emit, mods: Mods, wide: bool, s: Value, count: Value, batch: Value, 
         e.store(_results(e, mods, printer, b.fmul(e.load(s, at), scale), kept), s, at)
 
 
-KERNELS: dict[str, Any] = {"columns": columns, "rows": rows}
+KERNELS: dict[str, Any] = {"columns": columns, "rows": rows, "gradients": columns, "places": places}

@@ -84,7 +84,8 @@ def mods_columns(p, t, item, s, step, first, key, count, keep):
     for j in range(0, count, n):
         here = selected_key(t.selected, key + j) if p.indices else types.int64(key)
         call_mod_columns(p.mod_columns, s + 4 * j * step, step, n, item.b, heads, positions, here, places.k_start,
-                         places.k_stride, p.captured, factor, kept)  # fmt: skip
+                         places.k_stride, p.captured, factor, kept,
+                         t.derivatives + 4 * W * p.mod_vectors * j)  # fmt: skip
 
 
 @jit

@@ -1,0 +1,328 @@
+"""Gradients of functions of the user on the CPU, against the oracle: random expressions, forms and options, bits."""
+
+import math
+
+import pytest
+import torch
+
+from drawn_mods import TENSORS, captured, drawn
+from tilewise import attention, attention_backward, plan, varlen_attention
+from tilewise.backends.cpu import launch, mod_gradients
+from tilewise.backends.cpu import mods as functions
+from tilewise.core.expression import derivative, sums
+from tilewise.core.expression.mods import Bound, Mods
+from tilewise.core.expression.trace import trace
+
+H, D = 4, 24
+random = torch.Generator().manual_seed(0)
+TABLE, SLOPES = torch.randn(H, 800, generator=random), torch.rand(H, generator=random)
+NEAR = torch.rand(800, 800, generator=random)
+PER_DTYPE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def draw(*shape, dtype=torch.float32, size=2.0):
+    return (torch.randn(shape, generator=random) * size).to(dtype)
+
+
+def gradients(q, k, v, dout, dlse, options, backend, out_lse=None):
+    """By a backend, with out and lse of the oracle."""
+    tables = {n: x for n, x in options.items() if n.startswith("cu_")}
+    rest = {n: x for n, x in options.items() if not n.startswith("cu_")}
+    if out_lse is None:
+        call = varlen_attention if tables else attention
+        out_lse = call(q, k, v, *tables.values(), backend="reference", return_lse=True, **rest)
+    names = ["q", "k", "v"]
+    smooth = not isinstance(rest["score_mod"], Bound) or rest["score_mod"].mods.differentiable
+    names += ["score_mod"] * bool(smooth)
+    names += [name for name in ("alibi_slopes", "q_bias", "k_bias", "sinks") if name in rest]
+    if "mask" in rest and rest["mask"].is_floating_point():
+        names.append("mask")
+    found = attention_backward(q, k, v, *out_lse, dout, dlse, grads=names, backend=backend, **tables, **rest)
+    own = {name: getattr(found, f"d{name}") for name in names if name != "score_mod"}
+    return own | {f"captured {n}": x for n, x in enumerate(found.dscore_mod or ()) if x is not None}, out_lse
+
+
+def errors(got, want):
+    return {name: (got[name].double() - x.double()).abs().max().item() for name, x in want.items()}
+
+
+def agree(got, want, tolerance, allowed=None):
+    """Whether errors are below a part of the largest element, or twice the allowed ones."""
+    assert got.keys() == want.keys()
+    for name, error in errors(got, want).items():
+        size = want[name].double().abs().max().item()
+        assert error <= max(tolerance * size + 1e-6, 2 * (allowed or {}).get(name, 0.0)), (name, error, size)
+
+
+def check(q, k, v, options, tolerance, beside_torch=False):
+    """Against the oracle; with `beside_torch`, errors as large as those of the torch backend are allowed."""
+    dout = draw(*q.shape[:-1], v.shape[-1], dtype=q.dtype, size=1.0)
+    dlse = draw(*(q.shape[:-1]), size=1.0)
+    want, out_lse = gradients(q, k, v, dout, dlse, options, "reference")
+    got, _ = gradients(q, k, v, dout, dlse, options, "cpu", out_lse)
+    allowed = None
+    if beside_torch:
+        allowed = errors(gradients(q, k, v, dout, dlse, options, "torch", out_lse)[0], want)
+    agree(got, want, tolerance, allowed)
+    return got
+
+
+OPTIONS = [
+    {},
+    {"window": (20, 3), "softcap": 12.0, "alibi_slopes": SLOPES},
+    {"causal": True, "q_bias": draw(1, H, 45, size=1.0), "k_bias": draw(2, H, 70, size=1.0), "sinks": draw(H)},
+    {"kv_lengths": torch.tensor([70, 33], dtype=torch.int32), "mask": draw(2, 1, 45, 70, size=1.0)},
+    {"k_start": 3, "k_stride": 2, "q_stride": 2, "q_offset": 9},
+    {"k_stride": 3, "q_offset": torch.tensor([7, 90], dtype=torch.int32)},
+]
+
+
+@pytest.mark.parametrize("seeds", [range(n, n + 8) for n in (0, 8, 16)], ids=str)
+def test_drawn_expressions(seeds):
+    """Any expression, with the options in turn, GQA and the dtypes."""
+    for seed in seeds:
+        dtype = (*PER_DTYPE, torch.float32)[seed % 4]
+        q, k, v = (draw(2, n, length, D, dtype=dtype) for n, length in ((H, 45), (2, 70), (2, 70)))
+        bound = Bound(drawn(seed, mask=seed % 3 > 0), captured())
+        check(q, k, v, OPTIONS[seed % len(OPTIONS)] | {"score_mod": bound}, PER_DTYPE[dtype], beside_torch=True)
+
+
+AXES = {
+    "rows": lambda t: lambda s, b, h, q, k: s - t[h, q % 50] * torch.tanh(s / 9),
+    "keys": lambda t: lambda s, b, h, q, k: s + t[h, k // 3] * 0.5,
+    "distances": lambda t: lambda s, b, h, q, k: 20 * torch.tanh(s / 20) + t[h, q - k + 350],
+    "buckets": lambda t: lambda s, b, h, q, k: s + t[h, (torch.log2((q - k).abs() + 1.0) * 4).int()],
+    "cells": lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h, (q * k + b) % 7]),
+    "many cells": lambda t: lambda s, b, h, q, k: s + NEAR[q, k],  # more than a thread has sums for
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_captured_tensors_by_what_indexes_them(name, dtype):
+    for heads, q_len, k_len in ((2, 300, 401), (1, 130, 200)):
+        q, k, v = (draw(2, n, m, D, dtype=dtype) for n, m in ((H, q_len), (heads, k_len), (heads, k_len)))
+        check(q, k, v, {"score_mod": AXES[name](TABLE), "causal": True}, PER_DTYPE[dtype])
+
+
+def test_packed_sequences():
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 41, 120], [0, 55, 97, 180]))
+    q, k, v = draw(125, H, D), draw(185, 2, D), draw(185, 2, D)
+    scale = torch.tensor([1.0, 0.5, 0.25])
+    tables = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    for name, function in AXES.items():
+        mod = function(TABLE)
+        options = {"score_mod": lambda s, b, h, q, k, mod=mod: mod(s * scale[b], b, h, q, k)}
+        options["mask_mod"] = lambda b, h, q, k: (k + b) % 5 != 0
+        got = check(q, k, v, options | tables, 1e-5)
+        assert (got["q"][120:] == 0).all(), name
+
+
+@pytest.mark.parametrize("indices", [{"key_indices": 33}, {"block_indices": 5, "block_size": 32}], ids=str)
+def test_selected_keys(indices):
+    name, count = next(iter(indices.items()))
+    size = indices.get("block_size", 1)
+    rows = -(-90 // size)
+    q, k, v = draw(1, H, 90, D), draw(1, 2, 800, D), draw(1, 2, 800, D)
+    order = torch.rand(1, 2, rows, 800 // size, generator=random).argsort(-1)[..., :count].int()
+    for function in AXES.values():
+        check(q, k, v, indices | {name: order, "score_mod": function(TABLE), "causal": True}, 1e-5)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_bits_do_not_depend_on_threads(name, threads, monkeypatch):
+    monkeypatch.setattr(mod_gradients, "LISTED", 1 << 14)  # lists that fill
+    q, k, v, dout = (draw(2, n, 400, D) for n in (H, 2, 2, H))
+    options = {"score_mod": AXES[name](TABLE), "causal": True}
+    threads(1)
+    alone, out_lse = gradients(q, k, v, dout, None, options, "cpu")
+    assert "captured 0" in alone
+    for count in (2, 3, 5):
+        threads(count)
+        for _ in range(3):
+            for which, x in gradients(q, k, v, dout, None, options, "cpu", out_lse)[0].items():
+                assert torch.equal(x, alone[which]), (which, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_hidden_gets_and_gives_nothing(dtype):
+    """NaN in hidden keys, in elements and derivatives that only hidden cells have, and rows that see nothing."""
+    table = TABLE.clone()
+    table[:, 395:] = torch.nan
+    options = {
+        "mask_mod": lambda b, h, q, k: (k % 7 != 3) & (q > 11) & (q < 290),
+        "score_mod": lambda s, b, h, q, k: torch.where(k % 5 == 1, -math.inf, s * TABLE[h, k]) + table[
+            h, torch.where(k % 7 == 3, 399, k)
+        ] / torch.where(k % 7 == 3, 0.0, 1.0),
+    }  # fmt: skip
+    q, k, v, dout = (draw(1, n, 300, D, dtype=dtype) for n in (H, 2, 2, H))
+    clean, out_lse = gradients(q, k, v, dout, None, options, "cpu")
+    for name, x in clean.items():
+        assert x.isfinite().all(), name
+    for name in "kv":
+        assert (clean[name][:, :, 3::7] == 0).all()
+        assert (clean[name][:, :, 1::5] == 0).all()
+    assert (clean["q"][:, :, :12] == 0).all()
+    assert (clean["q"][:, :, 290:] == 0).all()
+    k[:, :, 3::7], v[:, :, 3::7] = torch.nan, torch.inf
+    dirty, _ = gradients(q, k, v, dout, None, options, "cpu", out_lse)
+    agree(dirty, clean, 1e-6)
+    want, _ = gradients(q, k, v, dout, None, options, "reference", out_lse)
+    agree(dirty, want, PER_DTYPE[dtype])
+
+
+def test_the_planner_chooses_the_cpu():
+    q, k, v = (draw(1, H, 20, D).requires_grad_() for _ in range(3))
+    table = TABLE.clone().requires_grad_()
+    bound = plan(q, k, v, score_mod=AXES["distances"](table))
+    assert bound.backend == "cpu"
+    out = attention(q, k, v, score_mod=AXES["distances"](table))
+    for x in torch.autograd.grad(out.sum(), (q, k, v, table)):
+        assert x.isfinite().all()
+
+
+# What indices are made of
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda t: lambda s, b, h, q, k: t[h, 3 * q + b], "rows"),
+        (lambda t: lambda s, b, h, q, k: t[b, h], "rows"),
+        (lambda t: lambda s, b, h, q, k: t[h, (k - 5) // 2], "keys"),
+        (lambda t: lambda s, b, h, q, k: t[h, (q + 7) - (k - 2)], "distances"),
+        (lambda t: lambda s, b, h, q, k: t[0, torch.where(q > k, 2 * q - 2 * k, -(k - q))], "cells"),
+        (lambda t: lambda s, b, h, q, k: t[0, torch.where(q - k > 0, 2 * q - 2 * k, -(k - q))], "distances"),
+        (lambda t: lambda s, b, h, q, k: t[h, (q - k).abs().float().log2().int()], "distances"),
+        (lambda t: lambda s, b, h, q, k: t[h, q // 2 - k // 2], "cells"),
+        (lambda t: lambda s, b, h, q, k: t[q - k, q], "cells"),
+        (lambda t: lambda s, b, h, q, k: t[h, s.int()], "cells"),
+    ],
+)
+def test_axes(function, axis):
+    bound = trace(function(TABLE), "score_mod")
+    (load,) = (x for x in derivative.derivatives(bound.root) if x.op == "load")
+    assert sums.axis_of(list(load.children)) == axis
+    assert sums.axis_of(list(load.children), equal_strides=False) == ("cells" if axis == "distances" else axis)
+
+
+# Mutants
+
+
+def half_product(give, d, y, a, b):
+    give(a, derivative.make("mul", d, b))
+    give(b, d)
+
+
+def square_plus(give, d, y, a):
+    give(a, derivative.make("mul", d, derivative.make("add", 1.0, derivative.make("mul", y, y))))
+
+
+def half_quotient(give, d, y, a, b):
+    give(a, derivative.make("div", d, b))
+    give(b, derivative.make("mul", derivative.make("div", d, b), y))
+
+
+def both_branches(give, d, y, c, a, b):
+    give(a, d)
+    give(b, d)
+
+
+RULE_MUTANTS = {
+    "tanh": square_plus,
+    "mul": half_product,
+    "where": both_branches,
+    "sub": derivative._add,
+    "div": half_quotient,
+    "sigmoid": lambda give, d, y, a: give(a, derivative.make("mul", d, y)),
+    "exp2": lambda give, d, y, a: give(a, derivative.make("mul", d, y)),
+}  # fmt: skip
+HAS = {  # an expression with the operation: score by s and by an element
+    "tanh": "float32:1|load0 k;mul s %0;tanh %1|%2 -",
+    "mul": "float32:1|load0 k;mul s %0|%1 -",
+    "where": "float32:1|load0 k;lt q k;where %1 s %0|%2 -",
+    "sub": "float32:1|load0 k;sub s %0|%1 -",
+    "div": "float32:1|load0 k;abs %0;add %1 1.0;div s %2|%3 -",
+    "sigmoid": "float32:1|load0 k;mul s %0;sigmoid %1|%2 -",
+    "exp2": "float32:1|load0 k;min %0 1.0;exp2 %1;add s %2|%3 -",
+}
+
+
+def drawn_check(text):
+    q, k, v = draw(1, H, 40, D), draw(1, 2, 60, D), draw(1, 2, 60, D)
+    check(q, k, v, {"score_mod": Bound(Mods(text), (TABLE[0, :60],))}, 1e-5)
+
+
+@pytest.mark.parametrize("op", RULE_MUTANTS)
+def test_mutants_of_the_derivative_are_found(op, monkeypatch):
+    drawn_check(HAS[op])
+    monkeypatch.setitem(derivative.RULES, op, RULE_MUTANTS[op])
+    with pytest.raises(AssertionError):
+        drawn_check(HAS[op])
+
+
+AXIS_MUTANTS = {
+    "distances of other strides": ("are_of_distances", lambda roots: True, "q // 2 - k // 2"),
+    "any index is of distances": ("axis_of", lambda indices, equal_strides=True: "distances", "q"),
+    "any index is of keys": ("axis_of", lambda indices, equal_strides=True: "keys", "distance"),
+    "any index is of rows": ("axis_of", lambda indices, equal_strides=True: "rows", "distance"),
+}
+TEXTS = {
+    "q // 2 - k // 2": "float32:1|floordiv q 2;floordiv k 2;sub %0 %1;add %2 30;load0 %3;add s %4|%5 -",
+    "q": "float32:1|load0 q;add s %0|%1 -",
+    "distance": "float32:1|sub q k;add %0 20;load0 %1;add s %2|%3 -",
+}
+
+
+@pytest.mark.parametrize("name", AXIS_MUTANTS)
+def test_mutants_of_sums_are_found(name, monkeypatch):
+    function, mutant, text = AXIS_MUTANTS[name]
+    drawn_check(TEXTS[text])
+    monkeypatch.setattr(sums, function, mutant)
+    mod_gradients._derivatives.cache_clear()
+    with pytest.raises(AssertionError):
+        drawn_check(TEXTS[text])
+    mod_gradients._derivatives.cache_clear()
+
+
+def test_tensors_are_those_that_are_drawn():
+    assert len(TENSORS) == len(captured())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_that_are_skipped_change_no_bit(dtype, monkeypatch):
+    monkeypatch.setattr(functions, "WORTH_STATES", 0.0)
+    documents = torch.arange(700) // 190
+    masks = {
+        "documents": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
+        "by head": lambda b, h, q, k: torch.where(h % 2 == 0, q - k < 100, (q // 64 + k // 128) % 3 != 0),
+    }
+    dout = {q_len: draw(1, H, q_len, D, dtype=dtype) for q_len in (700, 5)}
+    for mask in masks.values():
+        for q_len, score in ((700, None), (700, AXES["distances"](TABLE)), (5, None)):
+            q, k, v = (draw(1, n, m, D, dtype=dtype) for n, m in ((H, q_len), (2, 700), (2, 700)))
+            found = []
+            for put in (functions.put_mod_states, lambda *_: None):
+                monkeypatch.setattr(launch, "put_mod_states", put)
+                options = {"mask_mod": mask, "score_mod": score, "backend": "cpu"}
+                out, lse = attention(q, k, v, return_lse=True, **options)
+                found.append((out, lse, *attention_backward(q, k, v, out, lse, dout[q_len], **options)[:3]))
+            assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_states_that_no_tensor_changes_are_computed_once(monkeypatch):
+    computed = []
+    states = functions.mod_states
+    monkeypatch.setattr(functions, "mod_states", lambda *args: computed.append(states(*args)) or computed[-1])
+    q, k, v = (draw(1, H, 1000, D) for _ in range(3))
+    for _ in range(3):
+        attention(q, k, v, mask_mod=lambda b, h, q, k: (q >= k) | (k < 37), backend="cpu")
+    assert len(computed) == 1
+    assert (computed[0] == 0).any()
