@@ -1,6 +1,8 @@
 """`score_mod` and `mask_mod` in calls: forms, positions, gradients, refusals."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -148,6 +150,55 @@ def test_backward_names_its_gradients():
         attention_backward(q, k, v, out, lse, dout, grads=("score_mod",), mask_mod=documents)
     again = attention_backward(q, k, v, out, lse, dout, grads=("q", "score_mod"), **options)
     assert torch.equal(found.dscore_mod[0], again.dscore_mod[0])
+
+
+def test_what_a_function_detaches_has_no_gradient():
+    """So has what only a mask_mod reads, or a comparison."""
+    q, k, v = tensors(grad=True)
+    table, gate = TABLE.clone().requires_grad_(), torch.randn(H, 2 * L).requires_grad_()
+
+    def score_mod(s, b, h, i, j):
+        return s + table[h, i] * table.detach()[h, j] + gate.data[h, i - j + L] * (gate[h, j] > 0)
+
+    def mask_mod(b, h, i, j):
+        return (gate[h, j] > -1) & (i >= j)
+
+    with torch.no_grad():
+        seen = gate[:, :L].unsqueeze(1) > -1
+    options = {"score_mod": score_mod, "mask_mod": mask_mod}
+    want = dense(q, k, v, score_mod, lambda b, h, i, j: seen[h, 0, j] & (i >= j))
+    got = attention(q, k, v, **options)
+    torch.testing.assert_close(got, want.nan_to_num())
+    dout = draw(*got.shape)
+    gradients = [torch.autograd.grad(x, (q, table), dout, retain_graph=True) for x in (got, want)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(got, gate, dout)
+    plain = [x.detach() for x in (q, k, v)]
+    masked = attention(*plain, mask_mod=mask_mod)
+    assert not masked.requires_grad
+    one, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    paged_attention(plain[0][:1, :, :1], draw(3, 8, H, D), draw(3, 8, H, D), one, lengths, mask_mod=mask_mod)
+
+
+def test_tensors_of_functions_without_a_key_are_freed():
+    """These are traced at each call."""
+
+    class Holder:
+        def __init__(self):
+            self.table = TABLE.clone()
+
+    def table_of(holder):
+        return holder.table
+
+    def call(holder):
+        attention(*tensors(), score_mod=lambda s, b, h, i, j: s + table_of(holder)[h, j])
+        return weakref.ref(holder.table)
+
+    kept = call(Holder())
+    gc.collect()
+    assert kept() is None
 
 
 def test_captured_tensors_that_require_grad_in_other_places_are_refused():

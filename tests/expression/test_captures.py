@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import types
 
 import pytest
@@ -189,3 +190,43 @@ def test_a_key_keeps_no_tensor_alive():
     del big
     gc.collect()
     assert reference() is None
+
+
+def test_what_bytecode_does_not_name_is_traced_each_time(traces, monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_module", module)
+
+    def imports(s, b, h, q, k):
+        from users_module import width
+
+        return s * width
+
+    def reads_globals(s, b, h, q, k):
+        return s * globals()["WIDTH"]
+
+    def imports_math(s, b, h, q, k):
+        import math
+
+        return s * math.pi
+
+    for function in (imports, reads_globals):
+        first = bind(function).mods
+        monkeypatch.setattr(module, "width", 7)
+        monkeypatch.setitem(globals(), "WIDTH", 8)
+        assert bind(function).mods is not first
+        monkeypatch.undo()
+        monkeypatch.setitem(sys.modules, "users_module", module)
+    assert Captures(imports_math, "score_mod").key is not None
+
+
+def test_a_detached_tensor_is_another_load(traces):
+    learned = torch.nn.Parameter(table.clone())
+
+    def score_mod(s, b, h, q, k):
+        return s + learned[h, q] * learned.detach()[h, k]
+
+    for _ in range(2):
+        bound = bind(score_mod)
+        assert bound.needing_grad() == (0,)
+        assert [x.requires_grad for x in bound.tensors] == [True, False]
+        assert bound.tensors[1].data_ptr() == learned.data_ptr()
+    assert bind(lambda s, b, h, q, k: s * learned.data[h, k]).needing_grad() == ()

@@ -31,6 +31,21 @@ def t5_bucket(distance):
     return torch.where(exact < 4, exact, torch.min(far, torch.full_like(far, 7)))
 
 
+def assigned(s, b, h, q, k):
+    distance = q - k
+    distance *= 2
+    s += distance * 0.1
+    s /= 3
+    return s.clamp_(-2, 2).sub_(1)
+
+
+def masked_in_place(b, h, q, k):
+    seen = q >= k
+    seen &= q - k < 6
+    seen |= k == 0
+    return seen
+
+
 def both(*masks):
     return lambda b, h, q, k: functools.reduce(torch.logical_and, (mask(b, h, q, k) for mask in masks))
 
@@ -60,6 +75,16 @@ SCORES = {
     "made": lambda s, b, h, q, k: s + b.new_ones((), dtype=torch.bool) * q.new_full(size=(), fill_value=2, dtype=float)
     + s.new_zeros(3)[k % 3] + b.new_ones(size=(2, L))[1, k],
     "Python's types": lambda s, b, h, q, k: s + (s > 0).to(float) + s.to(int) * (q % 3).to(bool) + q.to(float) / 2,
+    "in place": assigned,
+    "decays": lambda s, b, h, q, k: s * 0.9 ** (q - k).abs() + 2 ** (-s.abs()) + 3.0**s,
+    "shifts": lambda s, b, h, q, k: s + (q >> 2) * 0.5 + (k << 1) + ((k - q) >> 1) + torch.bitwise_right_shift(h, 1),
+    "other shapes": lambda s, b, h, q, k: s + table.view(-1)[h * 24 + q] + grid.reshape(6, -1)[q % 6, k % 6]
+    + rank3.flatten(1)[b, h * L + k] + rank3.flatten(0, 1)[h, -1] + table.reshape(3, 2, 12)[h, 1, k]
+    + gate.view(3, 1)[-1, 0],
+    "more functions": lambda s, b, h, q, k: torch.log1p(s.abs()) + torch.hypot(s, (q - k).float()) + torch.trunc(s)
+    + torch.fmod(q - k, 3) + torch.fmod(s, 0.7) + table.index_select(1, k[None])[h, 0],
+    "on its device": lambda s, b, h, q, k: s + torch.arange(L, device=s.device)[k] + s.new_tensor([1.0, 2.0, 4.0])[h]
+    + torch.tensor([3, 5, 7], dtype=s.dtype, device=q.device)[h],
     "parameter": lambda s, b, h, q, k: s + learned[h] * 2 + half[h],
     "negative index": lambda s, b, h, q, k: s + double[-1] + double[k - L] + table[h, -2],
     "constant": lambda s, b, h, q, k: 1.5,
@@ -72,6 +97,7 @@ MASKS = {
     "prefix": lambda b, h, q, k: (q >= k) | (k < 5),
     "documents": lambda b, h, q, k: doc[q] == doc[k],
     "by head": lambda b, h, q, k: torch.where(h < 2, q >= k, q - k < 3),
+    "in place": masked_in_place,
     "joined": both(causal, lambda b, h, q, k: doc[q] == doc[k], lambda b, h, q, k: ~(k == 2)),
     "dense": lambda b, h, q, k: allowed[q][k],
     "ints": lambda b, h, q, k: (q - k) % 3,
@@ -125,6 +151,11 @@ def decides(s, b, h, q, k):
     return -s
 
 
+def without_gradients(s, b, h, q, k):
+    with torch.no_grad():
+        return s + learned[h]
+
+
 REFUSED = {
     "if": (decides, r"read by Python \(bool\) at .*test_trace.py:\d+.*torch.where"),
     "max": (lambda s, b, h, q, k: max(s, 0), "torch.maximum of max"),
@@ -133,7 +164,17 @@ REFUSED = {
     "erfinv": (lambda s, b, h, q, k: torch.erfinv(s), r"torch.erfinv at .*test_trace.py"),
     "a sum": (lambda s, b, h, q, k: s + table.sum(), "torch.sum at"),
     "random": (lambda s, b, h, q, k: s + torch.rand(()), "torch.rand at"),
-    "in place": (lambda s, b, h, q, k: s.mul_(2), "mul in place"),
+    "in place": (lambda s, b, h, q, k: s + table.mul_(2)[h, q], "in place, in a captured tensor or a view"),
+    "a view in place": (lambda s, b, h, q, k: s.float().mul_(2), "in place, in a captured tensor or a view"),
+    "what has a view in place": (lambda s, b, h, q, k: (s.float(), s.mul_(2))[0], "captured tensor or a view"),
+    "floats in an int": (lambda s, b, h, q, k: s + q.mul_(s), "torch.float32 in place of torch.int32"),
+    "detached": (lambda s, b, h, q, k: s.detach() + 1, "of a result at .*detach the captured tensor itself"),
+    "without gradients": (without_gradients, "torch.no_grad at .*detach"),
+    "an element": (lambda s, b, h, q, k: s.__setitem__((), 1.0), "setitem in place"),
+    "a view of another size": (lambda s, b, h, q, k: s + table.view(5)[q], r"a view of \(3, 24\) as \(5,\)"),
+    "shifts by cells": (lambda s, b, h, q, k: s + (q >> h), "a shift by"),
+    "outside": (lambda s, b, h, q, k: s + table.cumsum(1)[h, q], "cumsum .*compute it before, and capture the result"),
+    "outside, by Python": (lambda s, b, h, q, k: s * float(gate[0]), "compute it before, and capture the result"),
     "a row": (lambda s, b, h, q, k: s + table[h], r"shape \(24,\) where one number"),
     "a float index": (lambda s, b, h, q, k: table[h, q / 2], "an index of torch.float32"),
     "two arguments": (lambda s, b: s, r"positional argument.*score_mod\(score, b, h, q_idx, kv_idx\)"),

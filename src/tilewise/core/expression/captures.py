@@ -20,6 +20,7 @@ SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 IMMUTABLE = ("torch", "math", "builtins", "functools", "operator", "tilewise")  # packages that users do not change
 CALLED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type(torch.relu))
 MOST = 64  # elements of a captured list or dict
+HIDES = ("__import__", "eval", "exec", "globals", "locals", "vars")  # read what no bytecode names
 DEEPEST = 8  # functions in functions
 MISSING = "missing"
 CELL, GLOBAL, OWN = 0, 1, 2
@@ -108,6 +109,8 @@ class Captures:
             else:
                 x = own
             if x is torch or x is MISSING:
+                if x is MISSING and begin == GLOBAL and at in HIDES:
+                    raise NoKey
                 continue
             if attributes:
                 x = _follow(x, attributes)
@@ -168,6 +171,8 @@ def _paths_of(code: types.CodeType) -> list[Path]:
             start = CELL, code.co_freevars.index(step.argval)
         elif op in ("LOAD_GLOBAL", "LOAD_NAME"):
             start = GLOBAL, step.argval
+        elif op == "IMPORT_NAME" and step.argval.partition(".")[0] not in IMMUTABLE:
+            found[(GLOBAL, "__import__", ())] = None
         elif op.startswith("LOAD_FAST"):
             loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # Python 3.13 loads two at once
             if own in loaded[:-1]:

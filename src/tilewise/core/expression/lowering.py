@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .arrays import Array, Untraceable, elementwise, expanded, index, kind_of_dtype, permuted
+from .arrays import Array, Untraceable, elementwise, kind_of_dtype
 from .build import Value, cast, const, make
 from .node import Node
+from .views import VIEWS
 
 FLOAT = torch.float32
-# Names that differ from those in `LOWER`
-SAME_AS = {
-    "absolute": "abs",
-    "clip": "clamp",
-    "div": "true_divide",
-    "divide": "true_divide",
-    "expit": "sigmoid",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "matrix_transpose": "mT",
-    "multiply": "mul",
-    "negative": "neg",
-    "not_equal": "ne",
-    "subtract": "sub",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "type_as": "to",
-}
-DUNDER = {
-    "__and__": "bitwise_and",
-    "__floordiv__": "floor_divide",
-    "__invert__": "bitwise_not",
-    "__mod__": "remainder",
-    "__or__": "bitwise_or",
-    "__radd__": "add",
-    "__rand__": "bitwise_and",
-    "__rmul__": "mul",
-    "__ror__": "bitwise_or",
-    "__rxor__": "bitwise_xor",
-    "__truediv__": "true_divide",
-    "__xor__": "bitwise_xor",
-}
 
 
 def result_dtype(*args: Array | Value) -> torch.dtype:
@@ -100,9 +68,7 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Array:
         return _floor_divide(x, y)
     whole = result_dtype(x, y)
     if whole.is_floating_point:
-        quotient = _operation("div")(x, y)
-        return elementwise(lambda a: make("where", make("lt", a, 0.0), make("ceil", a), make("floor", a)),
-                           whole, quotient)  # fmt: skip
+        return _trunc(_operation("div")(x, y))
 
     def trunc(a: Value, b: Value) -> Node:
         size = make("floordiv", make("abs", a), make("abs", b))
@@ -132,6 +98,8 @@ def _pow(x: Any, y: Any) -> Array:
         if result_dtype(y).is_floating_point:
             return _operation("exp2")(y)
         raise Untraceable("a power of two of an int", "2.0 ** x.float()")
+    if isinstance(x, (int, float)) and x > 0:  # decays: 0.9 ** (q_idx - kv_idx)
+        return elementwise(lambda a: make("exp2", make("mul", cast(a, "float"), math.log2(x))), FLOAT, y)
     dtype = result_dtype(x, y) if isinstance(x, Array) else FLOAT
     if y == 0.5 or y == -0.5:
         return _operation("sqrt" if y > 0 else "rsqrt", floats=True)(x)
@@ -145,6 +113,27 @@ def _pow(x: Any, y: Any) -> Array:
         return make("div", 1.0, result) if y < 0 else result
 
     return elementwise(power, dtype, x)
+
+
+def _shift(left: bool) -> Callable[..., Array]:
+    def lower(x: Any, y: Any) -> Array:
+        if not isinstance(x, Array) or not isinstance(y, int) or not 0 <= y < 31 or x.dtype.is_floating_point:
+            raise Untraceable("a shift by what is not a number of 0 to 30", "* and // by a number")
+        return elementwise(lambda a: make("mul" if left else "floordiv", a, 2**y), x.dtype, x)
+
+    return lower
+
+
+def _trunc(x: Array) -> Array:
+    if not x.dtype.is_floating_point:
+        return x
+    return elementwise(lambda a: make("where", make("lt", a, 0.0), make("ceil", a), make("floor", a)), x.dtype, x)
+
+
+def _fmod(x: Any, y: Any) -> Array:
+    """The remainder with the sign of x."""
+    whole = _divide(x, y, rounding_mode="trunc")
+    return _operation("sub")(x, _operation("mul")(whole, y))
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Array:
@@ -244,67 +233,6 @@ def _softplus(x: Value) -> Node:
     return make("add", make("max", x, 0.0), rest)
 
 
-def _dim(x: Array, dim: int, extra: int = 0) -> int:
-    n = len(x.shape) + extra
-    if not -n <= dim < n:
-        raise Untraceable(f"dim {dim} of a tensor of rank {len(x.shape)}")
-    return dim % n
-
-
-def _transpose(x: Array, a: int = 0, b: int = 1) -> Array:
-    a, b = _dim(x, a), _dim(x, b)
-    dims = list(range(len(x.shape)))
-    dims[a], dims[b] = dims[b], dims[a]
-    return permuted(x, tuple(dims))
-
-
-def _unsqueeze(x: Array, dim: int) -> Array:
-    dim = _dim(x, dim, 1)
-    return (
-        index(x, (*(slice(None),) * dim, None))
-        if dim == len(x.shape)
-        else index(x, (*(slice(None),) * dim, None, *(slice(None),) * (len(x.shape) - dim)))
-    )
-
-
-def _squeeze(x: Array, dim: int | None = None) -> Array:
-    gone = [d for d, n in enumerate(x.shape) if n == 1 and (dim is None or d == _dim(x, dim))]
-    return index(x, tuple(0 if d in gone else slice(None) for d in range(len(x.shape))))
-
-
-def _select(x: Array, dim: int, at: Any) -> Array:
-    dim = _dim(x, dim)
-    return index(x, (*(slice(None),) * dim, at, *(slice(None),) * (len(x.shape) - dim - 1)))
-
-
-def _expand(x: Array, *shape: Any) -> Array:
-    wanted = tuple(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
-    own = (1,) * (len(wanted) - len(x.shape)) + x.shape
-    return expanded(x, tuple(n if m == -1 else m for m, n in zip(wanted, own, strict=True)))
-
-
-def _permute(x: Array, *dims: Any) -> Array:
-    wanted = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return permuted(x, tuple(_dim(x, d) for d in wanted))
-
-
-def getitem(x: Array, key: Any) -> Array:
-    items = list(key) if isinstance(key, tuple) else [key]
-    if sum(i is Ellipsis for i in items) > 1 or any(isinstance(i, (list, bool)) for i in items):
-        raise Untraceable("an index of this form", "ints, cells, slices and one `...`")
-    rank = sum(i is not None and i is not Ellipsis for i in items)
-    if rank > len(x.shape):
-        raise Untraceable(f"{rank} indices of a tensor of rank {len(x.shape)}")
-    rest = [slice(None)] * (len(x.shape) - rank)
-    at = next((n for n, i in enumerate(items) if i is Ellipsis), None)
-    items = [*items, *rest] if at is None else [*items[:at], *rest, *items[at + 1 :]]
-    return index(x, tuple(items))
-
-
-def _embedding(at: Array, weight: Array, *_: Any, **__: Any) -> Array:
-    return index(weight, (at, slice(None)))
-
-
 LOWER: dict[str, Callable[..., Array]] = {
     **{op: _operation(op, floats=True) for op in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt",
                                                   "sin", "cos")},
@@ -326,6 +254,15 @@ LOWER: dict[str, Callable[..., Array]] = {
     "rmod": lambda x, y: _remainder(y, x),
     "pow": _pow,
     "rpow": lambda x, y: _pow(y, x),
+    "lshift": _shift(True),
+    "rshift": _shift(False),
+    "bitwise_left_shift": _shift(True),
+    "bitwise_right_shift": _shift(False),
+    "trunc": _trunc,
+    "fix": _trunc,
+    "fmod": _fmod,
+    "log1p": lambda x: _operation("log", floats=True)(_operation("add")(x, 1)),
+    "hypot": lambda x, y: _operation("sqrt", floats=True)(_operation("add")(_pow(x, 2), _pow(y, 2))),
     "square": lambda x: _pow(x, 2),
     "reciprocal": lambda x: _divide(1.0, x),
     "maximum": _operation("max"),
@@ -354,22 +291,13 @@ LOWER: dict[str, Callable[..., Array]] = {
     "int": lambda x, **_: as_dtype(x, torch.int32),
     "long": lambda x, **_: as_dtype(x, torch.int64),
     "bool": lambda x, **_: as_dtype(x, torch.bool),
-    **dict.fromkeys(("detach", "clone", "contiguous", "positive", "pos", "cpu", "cuda"), lambda x, *_, **__: x),
+    **dict.fromkeys(("clone", "contiguous", "positive", "pos", "cpu", "cuda"), lambda x, *_, **__: x),
     "zeros_like": _filled(0),
     "ones_like": _filled(1),
     "full_like": _full_like,
     "new_full": lambda x, size, fill_value, dtype=None, **_: _new(x, size, fill_value, dtype),
     "new_zeros": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 0, dtype),
     "new_ones": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 1, dtype),
-    "getitem": getitem,
-    "select": _select,
-    "embedding": _embedding,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "permute": _permute,
-    "transpose": _transpose,
-    "t": lambda x: _transpose(x) if len(x.shape) == 2 else x,
-    "T": lambda x: permuted(x, tuple(reversed(range(len(x.shape))))),
-    "mT": lambda x: _transpose(x, -2, -1),
+    "detach": lambda x: x,  # of what has no gradient: others are the trace's
+    **VIEWS,
 }  # fmt: skip

@@ -79,11 +79,6 @@ class Mods:
         numbers = {n: n - first for n in range(first, len(self.tensors))}
         return mods_of(to_text((None, renumbered(self.mask, numbers)), self.tensors[first:]))
 
-    @cached_property
-    def without_mask(self) -> Mods:
-        """The score_mod without the mask_mod beside it, over the same tensors."""
-        return mods_of(to_text((self.score, None), self.tensors))
-
     @property
     def differentiable(self) -> tuple[int, ...]:
         """The numbers of the captured tensors that the score depends on smoothly."""
@@ -122,13 +117,17 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A trace, and where its tensors come from: the number among the function's captures, or the tensor itself."""
+    """A trace, and where its tensors come from: the number among the function's captures, `~number` if the function
+    detaches it, or the tensor itself.
+    """
 
     root: Node
     sources: tuple[int | torch.Tensor, ...]
+    kept: bool = False  # in `_known`
 
     def tensors(self, captured: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple([captured[at] if isinstance(at, int) else _on(at, device) for at in self.sources])
+        return tuple([_on(x, device) if isinstance(x, torch.Tensor) else captured[x] if x >= 0
+                      else captured[~x].detach() for x in self.sources])  # fmt: skip
 
 
 def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -165,9 +164,13 @@ def bind(score_mod: Any, mask_mod: Any, device: torch.device) -> Bound | None:
     mods = _pairs.get((score, mask))
     if mods is None:
         mods = _combined(score, mask, tensors)
-        if len(_pairs) >= MOST:
-            _pairs.clear()
-        _pairs[score, mask] = mods
+        if all(x is None or x.kept for x in (score, mask)):  # others hold tensors of the caller
+            if len(_pairs) >= MOST:
+                _pairs.clear()
+            _pairs[score, mask] = mods
+    if any(x.requires_grad for x in tensors):  # only what the score depends on smoothly has a gradient
+        smooth = mods.differentiable
+        tensors = tuple([x if n in smooth else x.detach() for n, x in enumerate(tensors)])
     return Bound(mods, tensors)
 
 
@@ -185,11 +188,15 @@ def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.T
             if x.dtype not in NAMES:
                 raise InvalidArgument(name, f"a captured tensor of {x.dtype}", f"one of {', '.join(DTYPES)}")
         places = {id(x): n for n, x in enumerate(captures.tensors)}
-        sources = tuple(x if own else places.get(id(x), x) for x, own in zip(traced.tensors, traced.made, strict=True))
-        known = _Known(traced.root, sources)
-        if captures.key is not None and all(
+        sources: list[int | torch.Tensor] = []
+        for x, own, detached in zip(traced.tensors, traced.made, traced.detached, strict=True):
+            at = None if own else places.get(id(x))
+            sources.append((x.detach() if detached else x) if at is None else ~at if detached else at)
+        keeps = captures.key is not None and all(
             own or id(x) in places for x, own in zip(traced.tensors, traced.made, strict=True)
-        ):
+        )
+        known = _Known(traced.root, tuple(sources), keeps)
+        if captures.key is not None and keeps:
             if len(_known) >= MOST:
                 _known.clear()
             _known[captures.key] = known

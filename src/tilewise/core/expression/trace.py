@@ -19,10 +19,12 @@ from torch.overrides import TorchFunctionMode
 from ...errors import InvalidArgument
 from ..private.torch import without_modes
 from .arrays import Array, Untraceable, kind_of_dtype, scalar
-from .build import as_node, cast
-from .lowering import DUNDER, LOWER, SAME_AS
+from .build import RANK, as_node, cast
+from .lowering import LOWER, as_dtype
 from .node import INPUTS, Node, in_order, load, source
 from .text import renumbered
+from .torch_names import DUNDER, IN_PLACE, SAME_AS
+from .views import VIEWS
 
 SIGNATURES = {"score_mod": ("s", "b", "h", "q", "k"), "mask_mod": ("b", "h", "q", "k")}
 WORDS = {"score_mod": "score_mod(score, b, h, q_idx, kv_idx)", "mask_mod": "mask_mod(b, h, q_idx, kv_idx)"}
@@ -34,7 +36,10 @@ PROPERTIES = ("size", "dim", "numel", "nelement", "ndimension", "stride", "is_fl
 READS = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__iter__", "tolist",
          "nonzero", "equal", "is_nonzero", "__array__", "numpy")  # fmt: skip
 GETTERS = ("T", "mT", "data", "H", "mH")  # attributes that are tensors
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+OUTSIDE = "compute it before, and capture the result: it depends on no score and no index"
+# What may give a tensor in the memory of another, beside `VIEWS`: neither of the two can then be written in place.
+SAME_MEMORY = {"bfloat16", "bool", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "int", "long",
+               "positive", "pos", "to", "type", "type_as"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Trace:
     root: Node
     tensors: tuple[torch.Tensor, ...]
     made: tuple[bool, ...]  # whether the function made this tensor of numbers itself
+    detached: tuple[bool, ...]  # whether it detached it: no gradient comes from these loads
 
 
 def trace(function: Callable[..., Any], name: str) -> Trace:
@@ -68,7 +74,8 @@ def trace(function: Callable[..., Any], name: str) -> Trace:
     root = cast(node, "bool" if name == "mask_mod" else "float")
     used = sorted({int(x.args[0]) for x in in_order(root) if x.op == "load"})  # type: ignore[arg-type]
     root = renumbered(root, {old: new for new, old in enumerate(used)})
-    return Trace(root, tuple(mode.captured[n] for n in used), tuple(mode.made[n] for n in used))
+    captured, made, detached = (tuple(x[n] for n in used) for x in (mode.captured, mode.made, mode.detached))
+    return Trace(root, captured, made, detached)  # type: ignore[arg-type]
 
 
 class _Mode(TorchFunctionMode):
@@ -80,12 +87,17 @@ class _Mode(TorchFunctionMode):
         self.kept: list[torch.Tensor] = []  # so that identities stay unique
         self.captured: list[torch.Tensor] = []
         self.made: list[bool] = []
+        self.detached: list[bool] = []
         self.factory: set[int] = set()  # tensors that the function made
+        self.views: set[int] = set()  # tensors that may share memory
+        self.of_cells: set[int] = set()  # tensors that depend on the score or an index
         self.line = ""
 
     def cell(self, name: str) -> torch.Tensor:
         dtype = torch.float32 if INPUTS[name] == "float" else torch.int32
-        return self.tensor(scalar(source(name), dtype))
+        cell = self.tensor(scalar(source(name), dtype))
+        self.of_cells.add(id(cell))
+        return cell
 
     def tensor(self, array: Array) -> torch.Tensor:
         """A tensor without memory that stands for an array."""
@@ -101,8 +113,8 @@ class _Mode(TorchFunctionMode):
             return known
         return self.capture(x)
 
-    def capture(self, x: torch.Tensor) -> Array:
-        """A tensor that the function reads: the next number."""
+    def capture(self, x: torch.Tensor, detached: bool = False) -> Array:
+        """A tensor that the function reads: the next number. A detached one is another tensor."""
         if x.layout is not torch.strided or x.is_nested or x.is_quantized:
             raise Untraceable(f"a captured tensor of layout {x.layout}", "a plain tensor")
         kind = kind_of_dtype(x.dtype)
@@ -114,10 +126,20 @@ class _Mode(TorchFunctionMode):
             number = len(self.captured)
             self.captured.append(x)
             self.made.append(own)
+            self.detached.append(detached)
             array = Array(tuple(x.shape), x.dtype, lambda indices: load(number, indices, kind))
-        self.arrays[id(x)] = array
+        if not detached:
+            self.arrays[id(x)] = array
         self.kept.append(x)
         return array
+
+    def detach(self, x: torch.Tensor) -> torch.Tensor:
+        array = self.array(x)
+        if array.kind != "float" or id(x) in self.factory:
+            return self.tensor(array)
+        if not any(x is y for y in self.captured):
+            self.refuse("detach() of a result", "detach the captured tensor itself, before it is indexed")
+        return self.tensor(self.capture(x, detached=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,27 +151,60 @@ class _Mode(TorchFunctionMode):
             name = "detach" if attribute == "data" else attribute
         elif name in PROPERTIES:
             return func(*args, **kwargs)
+        tensors = _tensors((args, tuple(kwargs.values())))
+        outside = "" if not tensors or any(id(x) in self.of_cells for x in tensors) else OUTSIDE
         if name in READS:
-            self.refuse(f"a value read by Python ({name.strip('_')})", _reads(name))
+            self.refuse(f"a value read by Python ({name.strip('_')})", outside or _reads(name))
         name = DUNDER.get(name, name.strip("_")) if name.startswith("__") else name.removeprefix("special_")
-        if name.endswith("_") or name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "set_data"):
-            self.refuse(f"{name.rstrip('_')} in place", "give the result a name of its own")
-        if name in FACTORIES and not _tensors(args):
+        in_place = IN_PLACE.get(name, name[:-1] if name.endswith("_") else "")
+        if name in ("setitem", "set_data"):
+            self.refuse(f"{name} in place", "give the result a name of its own")
+        name = in_place or name
+        if name == "new_tensor":
+            name, args, kwargs = "tensor", args[1:], {"dtype": args[0].dtype, **kwargs}
+            func, tensors = torch.tensor, _tensors(args)
+        if name in FACTORIES and not tensors:
+            if torch.device(kwargs.get("device") or "cpu").type in (
+                "cpu",
+                "meta",
+            ):  # meta: that of the cells, or a default
+                kwargs = {**kwargs, "device": "cpu"}
             x = func(*args, **kwargs)
             self.factory.add(id(x))
             self.kept.append(x)
             return x
         lower = LOWER.get(SAME_AS.get(name, name))
+        if name.endswith("set_grad_enabled"):
+            self.refuse("torch.no_grad", "detach() the captured tensor")
         if lower is None:
-            return self.refuse(f"torch.{name}", "")
+            return self.refuse(f"torch.{name}", outside)
         kwargs.pop("out", None)
         try:
-            return self.tensor(lower(*map(self.lowered, args), **{k: self.lowered(x) for k, x in kwargs.items()}))
+            if name == "detach":
+                return self.detach(args[0])
+            array = lower(*map(self.lowered, args), **{k: self.lowered(x) for k, x in kwargs.items()})
+            made = self.written(args[0], array) if in_place else self.tensor(array)
         except Untraceable as error:
             self.line = self.line or user_line()
             raise error
         except TypeError as error:  # an argument that the lowering does not have
-            self.refuse(f"torch.{name} in this form ({error})", "")
+            return self.refuse(f"torch.{name} in this form ({error})", outside)
+        if any(id(x) in self.of_cells for x in tensors):
+            self.of_cells.add(id(made))
+        if name in VIEWS or name in SAME_MEMORY:
+            self.views.update(id(x) for x in (made, *tensors))
+        return made
+
+    def written(self, x: torch.Tensor, array: Array) -> torch.Tensor:
+        """A result that an operation writes in place: the tensor stands for another array from here on."""
+        own = self.arrays.get(id(x))
+        if own is None or id(x) in self.views or own.shape or array.shape or id(x) not in self.of_cells:
+            self.refuse("a result in place, in a captured tensor or a view", "give the result a name of its own")
+        assert own is not None
+        if RANK[kind_of_dtype(array.dtype)] > RANK[own.kind]:
+            self.refuse(f"a result of {array.dtype} in place of {own.dtype}", "give the result a name of its own")
+        self.arrays[id(x)] = as_dtype(array, own.dtype)
+        return x
 
     def lowered(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -166,8 +221,15 @@ class _Mode(TorchFunctionMode):
         return f"{error.what}{f' at {self.line}' if self.line else ''}"
 
 
-def _tensors(args: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) or (isinstance(x, (tuple, list)) and _tensors(x)) for x in args)
+def _tensors(args: Any) -> list[torch.Tensor]:
+    """The tensors among arguments, also in lists of them."""
+    found: list[torch.Tensor] = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += _tensors(x)
+    return found
 
 
 def _reads(name: str) -> str:
