@@ -7,8 +7,7 @@ import torch
 
 from drawn_mods import TENSORS, captured, drawn
 from tilewise import attention, attention_backward, plan, varlen_attention
-from tilewise.backends.cpu import launch, mod_gradients
-from tilewise.backends.cpu import mods as functions
+from tilewise.backends.cpu import mod_gradients
 from tilewise.core.expression import derivative, sums
 from tilewise.core.expression.mods import Bound, Mods
 from tilewise.core.expression.trace import trace
@@ -294,35 +293,3 @@ def test_mutants_of_sums_are_found(name, monkeypatch):
 
 def test_tensors_are_those_that_are_drawn():
     assert len(TENSORS) == len(captured())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tiles_that_are_skipped_change_no_bit(dtype, monkeypatch):
-    monkeypatch.setattr(functions, "WORTH_STATES", 0.0)
-    documents = torch.arange(700) // 190
-    masks = {
-        "documents": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
-        "by head": lambda b, h, q, k: torch.where(h % 2 == 0, q - k < 100, (q // 64 + k // 128) % 3 != 0),
-    }
-    dout = {q_len: draw(1, H, q_len, D, dtype=dtype) for q_len in (700, 5)}
-    for mask in masks.values():
-        for q_len, score in ((700, None), (700, AXES["distances"](TABLE)), (5, None)):
-            q, k, v = (draw(1, n, m, D, dtype=dtype) for n, m in ((H, q_len), (2, 700), (2, 700)))
-            found = []
-            for put in (functions.put_mod_states, lambda *_: None):
-                monkeypatch.setattr(launch, "put_mod_states", put)
-                options = {"mask_mod": mask, "score_mod": score, "backend": "cpu"}
-                out, lse = attention(q, k, v, return_lse=True, **options)
-                found.append((out, lse, *attention_backward(q, k, v, out, lse, dout[q_len], **options)[:3]))
-            assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-
-
-def test_states_that_no_tensor_changes_are_computed_once(monkeypatch):
-    computed = []
-    states = functions.mod_states
-    monkeypatch.setattr(functions, "mod_states", lambda *args: computed.append(states(*args)) or computed[-1])
-    q, k, v = (draw(1, H, 1000, D) for _ in range(3))
-    for _ in range(3):
-        attention(q, k, v, mask_mod=lambda b, h, q, k: (q >= k) | (k < 37), backend="cpu")
-    assert len(computed) == 1
-    assert (computed[0] == 0).any()

@@ -25,7 +25,7 @@ from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .mod_gradients import derivatives_of
-from .mods import put_mod_states, put_mods
+from .mods import put_mods
 from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import scratch_bytes
@@ -198,8 +198,7 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
         states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         put_tensor(params, "states", states)
         kept.append(states)
-    kept.append(put_mods(params, p.mods, t.captured, derivatives_of(p).parts if p.grads else ()))
-    kept.append(put_mod_states(params, p, t))
+    kept += put_mods(params, p, t, derivatives_of(p).parts if p.grads else ())
     if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not adjacent
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):

@@ -19,17 +19,20 @@ from ...core.expression.mods import Mods
 from ...core.expression.node import Node, in_order
 from ...core.expression.sums import LoadGradient
 from ...core.expression.text import to_text
+from ...core.mod_spans import mod_spans
 from ...core.mod_tiles import mod_states
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from . import compiler
 from .codegen.vector import I64, Emit
-from .config import bytes_read
+from .config import bytes_read, is_decode
+from .mainloop.mask import HI_BIT, KNOWN, LO_BIT, PLAIN_ROW
 from .mainloop.mod_kernels import ARGUMENTS, KERNELS
 from .params import Params, put_tensor
 
 _engines: list[Any] = []  # code is freed with its engine
 MOST_KEPT = 256  # states of tiles that no tensor changes
+WORTH_SPANS = 1e-3  # of a sequence: its bits must not depend on the batch
 WORTH_STATES = 5e-3  # seconds of a core; states by tensors take 0.2 to 1 ms (cpu/score-mods in benchmarks/cpu/LOG.md)
 NARROW = 2**31  # bytes of a tensor whose offsets fit in 32 bits
 
@@ -83,12 +86,19 @@ def part_text(part: LoadGradient | Node, mods: Mods) -> str:
     return to_text((part if isinstance(part, Node) else part.load,), mods.tensors)
 
 
-def put_mods(
-    params: Params, mods: Mods | None, captured: tuple[torch.Tensor, ...], parts: tuple[LoadGradient | Node, ...] = ()
-) -> Any:
+def put_mods(params: Params, p: Problem, t: Tensors, parts: tuple[LoadGradient | Node, ...] = ()) -> list[Any]:
     """Sets the fields of the functions of a call; returns what must outlive it. `parts`: of a backward pass."""
+    mods, captured = p.mods, t.captured
+    kept: list[Any] = []
     if mods is None:
-        return None
+        return kept
+    spans = put_mod_spans(params, p, t)
+    if spans is not None:
+        kept.append(spans[0])
+    if spans is not None and spans[1]:
+        mods = mods.without_mask
+    if params.gradients or mods.mask is not None or spans is None:  # forward, spans alone skip tiles
+        kept.append(put_mod_states(params, p, t))
     wide = is_wide(captured)
     if parts:
         params.mod_columns = kernel("gradients", mods, wide, parts)
@@ -99,7 +109,20 @@ def put_mods(
     params.mod_scores, params.mod_masks = mods.score is not None, mods.mask is not None
     table = table_of(captured)
     params.captured = ctypes.addressof(table)
-    return table
+    return [*kept, table]
+
+
+def put_mod_spans(params: Params, p: Problem, t: Tensors) -> tuple[torch.Tensor, bool] | None:
+    """Sets the spans of rows by a mask_mod, if there are any and it pays; returns their tensor, and whether they are
+    all of the mask_mod. Not in decode, whose tiles, and so bits, depend on where its keys end.
+    """
+    if t.mask is not None or p.selection is not None or is_decode(p) or work_of(p) < WORTH_SPANS * p.batch:
+        return None
+    if (found := mod_spans(p, t)) is None:
+        return None
+    spans = KNOWN + PLAIN_ROW + (found.lo << LO_BIT) + (found.hi << HI_BIT)
+    put_tensor(params, "spans", spans[:, None].expand(p.batch, p.heads, p.q_len))
+    return spans, found.whole
 
 
 _constant: dict[tuple[Problem, tuple[int, int]], torch.Tensor | None] = {}

@@ -49,7 +49,7 @@ def round_up(n, to):
 @register_jitable(error_model="numpy")
 def table_size(tile_keys):
     """Bytes of the address table of a tile's rows."""
-    return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)
+    return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)  # which is over KEYS
 
 
 def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, selected):

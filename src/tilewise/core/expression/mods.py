@@ -79,6 +79,11 @@ class Mods:
         numbers = {n: n - first for n in range(first, len(self.tensors))}
         return mods_of(to_text((None, renumbered(self.mask, numbers)), self.tensors[first:]))
 
+    @cached_property
+    def without_mask(self) -> Mods:
+        """The score_mod without the mask_mod beside it, over the same tensors."""
+        return mods_of(to_text((self.score, None), self.tensors))
+
     @property
     def differentiable(self) -> tuple[int, ...]:
         """The numbers of the captured tensors that the score depends on smoothly."""

@@ -46,7 +46,7 @@ def split(mods: Mods) -> tuple[Rules, Mods | None]:
     if mods.mask is None:
         return Rules(), mods
     found, rest = Rules(), []
-    for condition in _conditions(mods.mask):
+    for condition in conditions(mods.mask):
         rule = _rule(condition)
         both = None if rule is None else found & rule
         if both is None:
@@ -63,9 +63,10 @@ def split(mods: Mods) -> tuple[Rules, Mods | None]:
     return found, mods_of(to_text((mods.score, mask), mods.tensors))
 
 
-def _conditions(node: Node) -> list[Node]:
+def conditions(node: Node) -> list[Node]:
+    """The conditions that a node joins by `&`."""
     if node.op == "and" and node.kind == "bool":
-        return [x for part in node.children for x in _conditions(part)]
+        return [x for part in node.children for x in conditions(part)]
     return [node]
 
 

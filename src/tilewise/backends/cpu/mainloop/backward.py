@@ -48,7 +48,7 @@ from .backward_mods import add_sums, begin_item, begin_sums, end_item
 from .backward_selected import add_to_block, list_tile_keys
 from .backward_tile import Tile, differentiate, init_tile_rows, list_blocks
 from .mask import MIXED, SKIP, read_states
-from .mods import mod_state
+from .mods import has_mods, mod_state
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
 NEXT_OWN = offset(Gradients, "next_own")
@@ -182,7 +182,7 @@ def mainloop(gemm, selected):
         R = p.heads // p.kv_heads * tile.rows
         ld = up(R, PANEL)
         _, skipped = read_states(p, tile, t.states, tile.start, tile.end)
-        if p.mod_scores or p.mod_masks:
+        if has_mods(p):
             state = mod_state(p, tile, tile.start, tile.end)
             put_i64(t.mod_state, state)
             skipped |= state == SKIP

@@ -16,6 +16,7 @@ from .backward_cells import add_distances, multiply_cells, probs_full, probs_mas
 from .backward_mask import add_bias, add_mask
 from .backward_mods import add_loads
 from .backward_selected import hide_unselected
+from .mask import mask_span
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 from .selected_keys import first_entry, selected_key
@@ -41,6 +42,8 @@ def init_tile_rows(p, g, t, tile, R):
         for i in range(n):
             token = q_start + tile.row + i
             lo, hi = key_span(p, positions, tile.row + i, kv_len)
+            if p.spans:
+                lo, hi, _ = mask_span(p, tile.b, head, tile.row + i, lo, hi)
             if p.indices:
                 lo, hi = first_entry(t, tile.end, lo), first_entry(t, tile.end, hi)
             else:

@@ -40,7 +40,7 @@ from .decode_products import (
 )
 from .decode_softmax import online_softmax
 from .mask import SKIP, has_bias, has_bias_or_tree, read_states
-from .mods import mod_state
+from .mods import has_mods, mod_state
 from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import init_rows
 from .selected_keys import first_key, list_selected, selected_list
@@ -99,7 +99,7 @@ def decode(params, scratch, address):
             for n in range(p.head_batch):
                 item, t = item_at(address + n * WORK_ITEM_BYTES), scratch_of_item(p, shared, n, R, D, Dv)
                 unmasked, skipped = read_states(p, item, t.states, tile, max(end, min(tile + BK, kv_len)))
-                if p.mod_scores or p.mod_masks:
+                if has_mods(p):
                     state = mod_state(p, item, origin, end)
                     put_i64(t.mod_state, state)
                     skipped |= state == SKIP

@@ -58,9 +58,9 @@ KNOWN, PLAIN_ROW, LO_BIT, HI_BIT, BITS = 1, 2, 2, 33, 2**31 - 1
 
 @jit
 def mask_span(p, b, head, i, lo, hi):
-    """The span within keys `lo` to `hi` of a row outside of which the mask hides all; and whether it adds 0 within.
+    """The span within keys `lo` to `hi` of a row outside of which the mask hides all, and whether it adds 0 within.
 
-    Each row is scanned once for all heads and batch rows that share it.
+    Each row is scanned once for all heads and batch rows that share it. The spans of a mask_mod are known.
     """
     if lo >= hi:
         return types.int64(0), types.int64(0), True
@@ -70,7 +70,7 @@ def mask_span(p, b, head, i, lo, hi):
         lo, hi, plain = find_span(p, mask_row(p, b, head, i), lo, hi)
         span = KNOWN + (PLAIN_ROW if plain else 0) + (types.int64(lo) << LO_BIT) + (types.int64(hi) << HI_BIT)
         put_i64(at, span)
-    return (span >> LO_BIT) & BITS, (span >> HI_BIT) & BITS, (span & PLAIN_ROW) != 0
+    return max(lo, (span >> LO_BIT) & BITS), min(hi, (span >> HI_BIT) & BITS), (span & PLAIN_ROW) != 0
 
 
 @jit

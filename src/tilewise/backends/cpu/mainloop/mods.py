@@ -50,12 +50,15 @@ def mod_factor(p):
 
 
 @jit
+def has_mods(p):
+    return p.mod_scores != 0 or p.mod_masks != 0 or p.mod_states != 0
+
+
+@jit
 def mod_state(p, item, start, end):
     """The state of a tile by mask_mod alone, for all heads of the group; mixed if nothing is known."""
-    if p.mod_masks == 0:
-        return types.int64(FULL)
     if p.mod_states == 0 or p.indices:
-        return types.int64(MIXED)
+        return types.int64(MIXED if p.mod_masks else FULL)
     group = p.heads // p.kv_heads
     full, skipped = True, True
     for g in range(group):

@@ -17,7 +17,7 @@ from ..codegen.vector import W
 from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
 from .mask import FULL, SKIP, has_bias_or_tree, read_states
-from .mods import mod_state, mods_apply
+from .mods import has_mods, mod_state, mods_apply
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import init_rows, list_spans, seen_by_all
@@ -53,7 +53,7 @@ def mainloop(gemm):
             unmasked, skipped = not has_bias_or_tree(p, item.b, end), False
             if not no_mask:
                 unmasked, skipped = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
-            if p.mod_scores or p.mod_masks:
+            if has_mods(p):
                 state = mod_state(p, item, tile, end)
                 put_i64(t.mod_state, state)
                 unmasked, skipped = unmasked and not mods_apply(p, state), skipped or state == SKIP

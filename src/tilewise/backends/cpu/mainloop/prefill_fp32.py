@@ -15,7 +15,7 @@ from ..codegen.prefetch import prefetch_column
 from ..codegen.vector import W
 from ..gemm import Gemm, fp32
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..kv_access import list_rows, query_row, rows_to_f32, sequence, value_source
+from ..kv_access import list_rows, query_row, repeat_last, rows_to_f32, sequence, value_source
 from ..scratch import PAD, PANEL_
 from .max_free import commit_row_sums, exp2_rest, gemm_keys_exp2, is_max_free
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
@@ -92,6 +92,7 @@ def pack_keys(p, t, w, item, x, at, tile, count, last):
     list_rows(p, x, at, t.k_table, tile, count, PAD)
     if x.dtype != dtypes.F32 or x.shared:
         rows_to_f32(p, x, at, t.k_table, t.keys, tile, count, PAD)
+    repeat_last(t.k_table, up(count, PAD), up(count, PAD) + KEYS)  # the keys of a panel need not begin at a block
     list_next_tile(p, t, x, value_source(p), at, tile + count, min(p.tile_keys, last - tile - count))
     return False
 
@@ -146,25 +147,27 @@ def online_softmax(p, t, item, s, first, R, key, count, bound):
 
 
 @jit
-def max_free_softmax(p, t, panel, panels, next_count, D, dot_length, count):
-    """The weights [count, PANEL] of a panel that sees all keys of a tile, max-free. False if out of bounds."""
+def max_free_softmax(p, t, panel, panels, next_count, D, dot_length, start, count):
+    """The weights [count, PANEL] of a panel that sees all keys of a tile from number `start` on, max-free. False if out
+    of bounds.
+    """
     row = panel * PANEL
     if not is_max_free(t.m + 4 * row):
         return False
-    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, softmax_scale(p) * F(LOG2E)
+    q, blocks, factor = t.q + 4 * row * D, start + count // KEYS * KEYS, softmax_scale(p) * F(LOG2E)
     clear(t.row_sums, PANEL)
     passes = (p.head_dim + dot_length - 1) // dot_length
     for n in range(passes):
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
-        for key in range(0, count, KEYS):
+        for key in range(start, start + count, KEYS):
             prefetch_share(p, t, key, next_count, panel * passes + n, panels * passes)
             a, rows, s = q + 4 * d * PANEL, t.k_table + 8 * key, t.s + 4 * key * PANEL
             if n == passes - 1 and key < blocks:
                 gemm_keys_exp2(rows, 4 * d, a, s, depth, factor, t.row_sums)
             else:
                 fp32.gemm_keys_all(rows, 4 * d, a, s, depth)
-    exp2_rest(t.s + 4 * blocks * PANEL, count - blocks, factor, t.row_sums)
+    exp2_rest(t.s + 4 * blocks * PANEL, start + count - blocks, factor, t.row_sums)
     return commit_row_sums(t.row_sums, t.m + 4 * row, t.l + 4 * row, t.alpha + 4 * row) != 0
 
 
@@ -225,8 +228,10 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
     dot_length = dot_length_of(p, item)
     D, panel, panels = up(p.head_dim, W), row // PANEL, (R + PANEL - 1) // PANEL
     next_count = get_i64(t.next_count)
-    full = unmasked and bound > F(0) and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
-    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, end - tile):
+    lo, hi = seen_by_some(t, row, row + PANEL)
+    lo, hi = max(lo, tile), min(hi, end)
+    full = unmasked and bound > F(0) and row + PANEL <= R and sees_all(t, row, row + PANEL, lo, hi)
+    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, lo - tile, hi - lo):
         return
     vectors = min(PANEL, up(R - row, W)) // W
     scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1)
