@@ -1,6 +1,7 @@
 """`tilewise doctor`: it finds what is here, names remedies, and nothing that is broken breaks it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -115,8 +116,8 @@ def test_a_driver_that_hangs_is_not_waited_for(monkeypatch):
     def hangs(command, timeout, **options):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "run", hangs)
+    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi")
+    monkeypatch.setattr(subprocess, "run", hangs)
     assert "TimeoutExpired" in doctor.examine()["gpus"]["driver"]["error"]
 
 
@@ -126,7 +127,7 @@ def test_gpus_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**30, 2**31))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     found = doctor._gpus()
     assert found["devices"] == [
         {"name": "H200", "capability": "9.0", "processors": 132, "free_gib": 1.0, "total_gib": 2.0}

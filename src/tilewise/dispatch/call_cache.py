@@ -23,7 +23,7 @@ from ..state import AttentionState
 from ..validation import values
 from ..validation.calls import Call
 from ..validation.memory import extent
-from . import activity, planner
+from . import activity, planner, proofs
 
 MOST = 4096  # entries; the cache is cleared when it is full
 Key = tuple[Any, ...]
@@ -319,3 +319,6 @@ def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[s
 def forget() -> None:
     """Empties the call cache; the planner keeps its plans."""
     _known.clear()
+
+
+proofs.forgetters.append(forget)

@@ -5,6 +5,7 @@ A backend is a module of `tilewise.backends` with the functions of `Backend`. It
 
 - `declines(problem)`: why a later backend is the better choice for a problem that this one supports, or None.
 - `family(problem)` and `unproven(problem)`: the kernels that serve it, by a name, and what no record says of them here.
+- `proof_facts(device)`: the device, driver and compiler that a proof of its kernels holds for (`proofs.py`), or None.
 - `bind(plan, tensors)`: a function that runs the same call on other tensors, for `call_cache.py`, or None. They differ
   in their addresses only and come in the order of the fields of `Tensors`: None for those that the call does not have,
   and none after `lse` if there are no more.
@@ -35,14 +36,14 @@ import torch
 
 from ..core.kv_store import Store, Writer
 from ..core.machines import Machine
-from ..core.plan import Lacking, OtherDevice, Plan
+from ..core.plan import Lacking, OtherDevice, Plan, Unproven
 from ..core.problem import CascadeProblem, Problem, WriteProblem
 from ..core.tensors import BackwardTensors, Tensors
 from ..errors import InvalidArgument, Unsupported
+from . import proofs
 
 # Best first; each is a module of tilewise.backends.
 BACKENDS = ("hopper", "triton", "metal", "cpu", "torch", "reference")
-PROVE = "`tilewise prove` checks them on this machine"
 _warned: set[str] = set()
 
 
@@ -102,6 +103,9 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     return _choose(problem, backend, here=True)
 
 
+proofs.forgetters.append(choose.cache_clear)
+
+
 def choose_elsewhere(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
     """As `choose`, for a machine that is not here: by records alone."""
     return _choose(problem, backend, here=False)
@@ -114,7 +118,7 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
         reason = supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
-        return _noted(_plan(backend, problem), _trust(backend, problem, here)[1])
+        return _noted(_plan(backend, problem), trust(backend, problem, here)[1])
     given = problem
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
@@ -126,7 +130,7 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
             if reason is None or slower is not None:
                 reason = slower
         if reason is None:
-            taken, words = _trust(name, problem, here)
+            taken, words = trust(name, problem, here)
             if taken:
                 return replace(_noted(_plan(name, problem), words), passed_over=tuple(passed_over))
             reason = Lacking(f"{words}, backend={name!r} takes it all the same")
@@ -137,13 +141,53 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
     raise Unsupported("any", listing, "move the tensors to the CPU")
 
 
-def _trust(name: str, problem: Problem, here: bool) -> tuple[bool, str | None]:
-    """Whether a backend that supports a problem is taken without being named, and what is to be said of it."""
-    question = optional(name, "unproven")
-    unproven = None if question is None or problem.is_empty else question(problem)
-    if unproven is None:
+def trust(name: str, problem: Problem, here: bool = True) -> tuple[bool, str | None]:
+    """Whether a backend that supports a problem is taken without being named, and what is to be said of it.
+
+    What this machine has shown decides; where it has not been asked, what records say.
+    """
+    if problem.is_empty or optional(name, "family") is None:
         return True, None
-    return unproven.taken, f"{unproven.what}: {PROVE}"
+    question = optional(name, "unproven")
+    unproven = None if question is None else question(problem)
+    facts = proof_facts(name, problem.device) if here and proofs.matter() else None
+    found = _verdict(name, problem, facts)
+    if found.kind == "open" and unproven is not None and facts is not None:
+        proofs.prove_now(facts, problem.device)
+        found = _verdict(name, problem, facts)
+    kernels = f"the {family(name, problem)} kernels"
+    if found.kind == "failed":
+        return False, f"{kernels} failed on this machine by `tilewise prove`, {found.why}"
+    if found.kind == "slower":
+        return False, f"{kernels} took {found.why} on this machine by `tilewise prove`"
+    if found.kind == "proven" or unproven is None:
+        return True, None
+    return unproven.taken, f"{unproven.what}: {_offer(name, unproven, facts)}"
+
+
+def family(name: str, problem: Problem) -> str:
+    """The kernels of a backend that serve a problem: what is proven, or fails, together."""
+    of = optional(name, "family")
+    return "" if of is None else of(problem)
+
+
+def proof_facts(name: str, device: torch.device) -> proofs.Facts | None:
+    """What a proof of a backend's kernels on a device holds for; None where there can be none."""
+    of = optional(name, "proof_facts")
+    own = None if of is None else of(device)
+    return None if own is None else proofs.complete(own)
+
+
+def _verdict(name: str, problem: Problem, facts: proofs.Facts | None) -> proofs.Verdict:
+    proof = None if facts is None else proofs.kept(facts)
+    return proofs.Verdict("open") if proof is None else proof.verdict(name, family(name, problem))
+
+
+def _offer(name: str, unproven: Unproven, facts: proofs.Facts | None) -> str:
+    """What `tilewise prove` would change."""
+    result = "removes this note" if unproven.taken else f"lets calls take {name} where it is right and faster"
+    new = None if facts is None else proofs.changed(facts)
+    return f"`tilewise prove` checks them on this machine, and {result}" + f"; new since it did: {new}" * (new is not None)
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

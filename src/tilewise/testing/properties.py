@@ -35,6 +35,14 @@ def same(what: str, a: Any, b: Any) -> None:
             raise Mismatch(f"{what}: the results differ, by up to {float((x.float() - y.float()).abs().max()):.3g}")
 
 
+def fill_free_memory(device: str, value: float) -> None:
+    """Fills memory that the next calls will take with a value: blocks of every size, which are freed again."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+    blocks = [torch.full((1 << n,), value, device=device) for n in range(7, 23) for _ in range(4)]
+    del blocks
+
+
 SOME = [
     Case(Hkv=2, Lq=70, Lk=200, D=64, causal=True),
     Case(Hkv=2, Lq=70, Lk=200, D=64, dtype="f16", window=(30, 5), sinks=True),

@@ -10,14 +10,13 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..backends.gpu.facts import by_nvidia_smi
 from ..compat.discovery import too_old
-from ..core import private
+from ..core import host, private
 from ..core.extras import install_line
 from .bench import machine
 
@@ -40,7 +39,6 @@ CPU_FLAGS = (
     "amx_bf16",
     "asimd",
 )
-DRIVER_WAIT = 10  # seconds for nvidia-smi: with a broken driver it may hang
 
 
 def doctor(as_json: bool = False) -> int:
@@ -95,13 +93,13 @@ def _cpu() -> dict[str, Any]:
 
     flags = {
         word
-        for line in machine.read("/proc/cpuinfo").splitlines()
+        for line in host.read("/proc/cpuinfo").splitlines()
         if line[:5] in ("flags", "Featu")
         for word in line.split()
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "name": machine.cpu_name(),
+        "name": host.cpu_name(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "run_by": guarded(_threads),
@@ -122,7 +120,7 @@ def _gpus() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip, "devices": []}
-    facts["driver"] = guarded(_driver)
+    facts["driver"] = guarded(by_nvidia_smi)
     facts["apple"] = guarded(_apple)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -146,17 +144,6 @@ def _apple() -> str | None:
         return None
     name, cores = torch.backends.mps.get_name(), torch.backends.mps.get_core_count()
     return f"{name}, {cores} cores"
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver, by nvidia-smi; None without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_WAIT)
-    text = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return text[0] if text else None
 
 
 def _backends() -> dict[str, Any]:

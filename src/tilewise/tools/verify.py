@@ -31,7 +31,7 @@ from ..testing.cases import CASES, GRADIENTS
 from ..testing.check import Mismatch, check_case
 from ..testing.gradient_properties import GRADIENT_PROPERTIES
 from ..testing.gradients import check_gradients
-from ..testing.properties import PROPERTIES, SOME, same
+from ..testing.properties import PROPERTIES, SOME, fill_free_memory, same
 from . import apple, verify_gradients
 
 Check = Callable[[str | None, str], None]
@@ -261,10 +261,7 @@ def poisoned_memory(backend: str | None, device: str) -> None:
         inputs = make(case, device)
         results = []
         for fill in (0.0, float("nan")):
-            torch.cuda.empty_cache()
-            # Freed blocks of every size are reused for the call.
-            blocks = [torch.full((1 << n,), fill, device=device) for n in range(7, 23) for _ in range(4)]
-            del blocks
+            fill_free_memory(device, fill)
             result = inputs.call(backend, return_lse=True)
             results.append(AttentionState(result.out.clone(), result.lse.clone()))
         same(f"{case} in memory full of NaN", *results)

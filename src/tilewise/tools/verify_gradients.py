@@ -10,6 +10,7 @@ from ..testing.case import Case
 from ..testing.check import Mismatch
 from ..testing.gradient_properties import SOME, kept, same
 from ..testing.gradients import make_gradients
+from ..testing.properties import fill_free_memory
 
 Check = Callable[[str | None, str], None]
 LARGE = (  # odd sizes, GQA, windows, sinks: tiles wait for others in every kernel of the backward pass
@@ -57,10 +58,7 @@ def gradients_in_poisoned_memory(backend: str | None, device: str) -> None:
         made = make_gradients(case, device)
         results = []
         for fill in (0.0, float("nan")):
-            torch.cuda.empty_cache()
-            # Freed blocks of every size are reused for the call.
-            blocks = [torch.full((1 << n,), fill, device=device) for n in range(7, 23) for _ in range(4)]
-            del blocks
+            fill_free_memory(device, fill)
             results.append(kept(made, backend))
         same(f"{case} in memory full of NaN", *results)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core import host
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan, Unproven
@@ -83,6 +84,15 @@ def unproven(problem: Problem) -> Unproven | None:
     if amx.usable() and problem.k_format.name in amx.PARTS:
         return Unproven("the kernels with AMX have run in a simulator only", taken=True)
     return None
+
+
+def proof_facts(device: torch.device) -> dict[str, str] | None:
+    """What a proof of these kernels holds for; None where they cannot run."""
+    if serves(device) is not None:
+        return None
+    from . import isa
+
+    return {"device": host.cpu_name(), **isa.facts()}
 
 
 def plan(problem: Problem) -> Plan:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 
+import llvmlite
 import llvmlite.binding as llvm
+import numba
 from numba import config
 
 from .targets import machine_of
@@ -39,3 +42,10 @@ def host_width() -> int:
     if features >= {"avx512f", "avx512bw", "avx512vl"}:
         return 16
     return 8 if "avx2" in features else 4
+
+
+def facts() -> dict[str, str]:
+    """The CPU that kernels are compiled for, and the compiler."""
+    features = hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest()[:8]
+    name = getattr(config, "CPU_NAME", None) or llvm.get_host_cpu_name()
+    return {"cpu": f"{name}, features {features}", "numba": numba.__version__, "llvmlite": llvmlite.__version__}

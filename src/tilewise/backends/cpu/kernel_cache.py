@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import llvmlite
 import numba
 
-from ...core import forks
 from ...core.cache_home import cache_home, others_may_change
+from ...core.file_lock import release, wait_for_lock
 from ...core.private.numba import pickled, unpickled
 
 FORMAT = b"tilewise kernel 2\n"
@@ -42,7 +42,6 @@ LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
 EXPRESSION = tuple(f"expression/{name}.py" for name in ("build", "derivative", "mods", "node", "text"))
 CORE_SOURCES = ("large_lse.py", "mask_rules.py", "private/numba.py", "storage.py", *EXPRESSION)
 T = TypeVar("T")
-_locked: set[int] = set()  # files that lock others out as long as a process has them open
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
 
@@ -178,40 +177,18 @@ def file_lock(file: str) -> Iterator[None]:
     Goes on without after `LOCK_WAIT` seconds, and where files cannot be locked.
     """
     name, handle = f"{file}.lock", None
-    with suppress(ImportError, Distrusted, OSError):
-        import fcntl  # not on Windows
-
+    with suppress(Distrusted, OSError):
         with _folder(create=True) as (at, folder):
-            handle = os.open(folder + name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=at)
-        _locked.add(handle)
-        end = time.monotonic() + LOCK_WAIT
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            handle = os.open(folder + name, flags, 0o600, dir_fd=at)
+        wait_for_lock(handle, LOCK_WAIT)
     try:
         yield
     finally:
         if handle is not None:
             with suppress(Distrusted, OSError), _folder(create=False) as (at, folder):
                 os.unlink(folder + name, dir_fd=at)  # waiting processes have it open, and then find the kernel
-            _release(handle)
-
-
-def _release(handle: int) -> None:
-    with suppress(KeyError, OSError):  # a forked child has closed it
-        _locked.remove(handle)
-        os.close(handle)
-
-
-def _release_all() -> None:
-    for handle in list(_locked):
-        _release(handle)
-
-
-forks.in_children(_release_all)
+            release(handle)
 
 
 def _remove_stale(file: str, at: int | None, folder: str) -> None:

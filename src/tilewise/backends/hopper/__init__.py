@@ -10,7 +10,7 @@ from typing import Any
 from ...core.plan import OtherDevice, Plan, Unproven
 from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
-from ..gpu import coverage
+from ..gpu import coverage, facts
 from ..gpu.target import target_of
 from .bwd import config as bwd_config
 from .bwd.wide import config as wide_config
@@ -61,6 +61,11 @@ def family(problem: Problem) -> str:
 
 def unproven(problem: Problem) -> Unproven | None:
     return coverage.question("hopper", family(problem), target_of(problem.device), taken=False)
+
+
+def proof_facts(device: torch.device) -> dict[str, str] | None:
+    """What a proof of these kernels holds for; None where they cannot run."""
+    return facts.facts(device)
 
 
 def plan(problem: Problem) -> Plan:

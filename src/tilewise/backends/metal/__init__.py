@@ -5,6 +5,10 @@ Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
 
 from __future__ import annotations
 
+import platform
+
+import torch
+
 from ...core.plan import Plan, Unproven
 from ...core.problem import Problem, family_of, no_bias_or_tree, no_mods, no_selection, other_formats
 from ...core.tensors import Tensors
@@ -37,6 +41,13 @@ def family(problem: Problem) -> str:
 
 def unproven(problem: Problem) -> Unproven:
     return UNMEASURED
+
+
+def proof_facts(device_: torch.device) -> dict[str, str] | None:
+    """What a proof of these kernels holds for; None where they cannot run."""
+    if device_.type != "mps" or device.why_not("mps") is not None:
+        return None
+    return {"device": torch.backends.mps.get_name(), "driver": f"macOS {platform.mac_ver()[0]}"}
 
 
 def plan(problem: Problem) -> Plan:

@@ -24,7 +24,7 @@ from ...core.problem import (
 )
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
-from ..gpu import coverage
+from ..gpu import coverage, facts
 from ..gpu.target import gpu_machines, target_of
 from . import config, operands, tuned
 from .bwd import dense_mask
@@ -74,6 +74,11 @@ def family(problem: Problem) -> str:
 
 def unproven(problem: Problem) -> Unproven | None:
     return coverage.question("triton", family(problem), target_of(problem.device), taken=True)
+
+
+def proof_facts(device: torch.device) -> dict[str, str] | None:
+    """What a proof of these kernels holds for; None where they cannot run."""
+    return facts.facts(device)
 
 
 def plan(problem: Problem) -> Plan:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...core.host import cpu_name, read
 from .measure import interleaved
 from .report import printable
 
@@ -94,13 +95,6 @@ def sdpa_survives(environment: dict[str, str] | None = None) -> bool:
     return subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True).returncode == 0
 
 
-def cpu_name() -> str:
-    for line in read("/proc/cpuinfo").splitlines():
-        if line.startswith(("model name", "Model")):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def vector_width() -> int | None:
     """Floats in a vector register, as the CPU kernels use it; None without numba."""
     try:
@@ -175,11 +169,3 @@ def version_of(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def read(path: str | Path) -> str:
-    """A file's text; empty if there is none."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
