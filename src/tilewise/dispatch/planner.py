@@ -118,7 +118,7 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
         reason = supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
-        return _noted(_plan(backend, problem), trust(backend, problem, here)[1])
+        return _noted(_plan(backend, problem), trust(backend, problem, here, asks=here)[1])
     given = problem
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
@@ -130,7 +130,7 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
             if reason is None or slower is not None:
                 reason = slower
         if reason is None:
-            taken, words = trust(name, problem, here)
+            taken, words = trust(name, problem, here, asks=here)
             if taken:
                 return replace(_noted(_plan(name, problem), words), passed_over=tuple(passed_over))
             reason = Lacking(f"{words}, backend={name!r} takes it all the same")
@@ -141,10 +141,11 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
     raise Unsupported("any", listing, "move the tensors to the CPU")
 
 
-def trust(name: str, problem: Problem, here: bool = True) -> tuple[bool, str | None]:
+def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) -> tuple[bool, str | None]:
     """Whether a backend that supports a problem is taken without being named, and what is to be said of it.
 
-    What this machine has shown decides; where it has not been asked, what records say.
+    What this machine has shown decides; where it has not been asked, what records say. `asks`: with TILEWISE_PROVE=auto
+    it is asked now.
     """
     if problem.is_empty or optional(name, "family") is None:
         return True, None
@@ -152,7 +153,7 @@ def trust(name: str, problem: Problem, here: bool = True) -> tuple[bool, str | N
     unproven = None if question is None else question(problem)
     facts = proof_facts(name, problem.device) if here and proofs.matter() else None
     found = _verdict(name, problem, facts)
-    if found.kind == "open" and unproven is not None and facts is not None:
+    if asks and found.kind == "open" and unproven is not None and facts is not None:
         proofs.prove_now(facts, problem.device)
         found = _verdict(name, problem, facts)
     kernels = f"the {family(name, problem)} kernels"
@@ -187,7 +188,8 @@ def _offer(name: str, unproven: Unproven, facts: proofs.Facts | None) -> str:
     """What `tilewise prove` would change."""
     result = "removes this note" if unproven.taken else f"lets calls take {name} where it is right and faster"
     new = None if facts is None else proofs.changed(facts)
-    return f"`tilewise prove` checks them on this machine, and {result}" + f"; new since it did: {new}" * (new is not None)
+    since = f"; since the last time: {new}" * (new is not None)
+    return f"`tilewise prove` checks them on this machine, and {result}{since}"
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

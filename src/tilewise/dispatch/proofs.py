@@ -1,13 +1,14 @@
 """Proofs: what kernels have shown on this machine, kept as files beside the kernel cache. The planner reads them.
 
-`tilewise prove` writes them (`testing/proving.py`). A proof holds for a device with its driver and one version of torch,
-the compiler and tilewise: these facts name the file, so that another driver or version finds none. A file ends with a
-digest of what it says; one that is damaged, or that others may write to, is not used, with a warning. Files are written
-under another name and renamed, so that a reader never sees half of one.
+`tilewise prove` writes them (`testing/proving.py`). A proof holds for a device with its driver and one version of
+torch, the compiler and tilewise: these facts name the file, so that another driver or version finds none. A file ends
+with a digest of what it says; one that is damaged, or that others may write to, is not used, with a warning. Files are
+written under another name and renamed, so that a reader never sees half of one.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ MOST_BYTES = 1 << 24
 VARIABLE = "TILEWISE_PROVE"
 WAIT = 300  # seconds for a proof that another thread or process makes
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe is not waited for
+COMMAND = "from tilewise.tools.cli import main; sys.exit(main(['prove', '--device', sys.argv[-1]]))"
 REMEDY = "`tilewise prove --again` writes it anew"
 Facts = Mapping[str, str]
 
@@ -108,42 +110,51 @@ def _digest(content: Any) -> str:
 
 def kept(facts: Facts) -> Proof | None:
     """The proof of a machine; read once in a process, until `renew`."""
-    path = path_of(facts)
+    found = _known(path_of(facts))
+    return found if found is not None and found.facts == facts else None
+
+
+def _known(path: Path) -> Proof | None:
     if path not in _read:
-        found = read(path)
-        _read[path] = found if found is not None and found.facts == facts else None
+        _read[path] = read(path)
     return _read[path]
 
 
 def matter() -> bool:
-    """Whether anything was proven with this cache folder, or is to be: if not, nobody asks for drivers and versions."""
-    return VARIABLE in os.environ or folder().is_dir()
+    """Whether anything was proven, or is to be: if not, nobody asks for drivers and versions."""
+    return VARIABLE in os.environ or bool(_read) or folder().is_dir()
 
 
 def read(path: Path) -> Proof | None:
     """The proof in a file; None if there is none, or if it cannot be used, of which it warns."""
     try:
-        handle = os.open(path, READ)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return _refused(path, error.strerror or str(error))
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        reason = others_may_change(status) if stat.S_ISREG(status.st_mode) else "is no plain file"
-        if reason is not None:
-            return _refused(path, f"it {reason}")
-        content = file.read(MOST_BYTES)
-    try:
-        found = json.loads(content)
+        found = json.loads(_content(path))
         digest = found.pop("digest")
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}, expected {FORMAT}")
         if digest != _digest(found):
             raise ValueError("its digest is wrong")
         return Proof(found["facts"], found["families"], found["date"])
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        return _refused(path, f"it is not a proof ({error})")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else f"it is not a proof ({error})"
+        warnings.warn(f"tilewise: {path} is not used: {why}; {REMEDY}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a plain file that nobody else may write to."""
+    handle = os.open(path, READ)
+    try:
+        status = os.fstat(handle)
+        reason = others_may_change(status) if stat.S_ISREG(status.st_mode) else "is no plain file"
+        if reason is not None:
+            raise PermissionError(errno.EPERM, f"it {reason}")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES)
+    finally:
+        os.close(handle)
 
 
 def write(proof: Proof) -> None:
@@ -152,10 +163,6 @@ def write(proof: Proof) -> None:
     content = {"format": FORMAT, "date": proof.date, "facts": dict(proof.facts), "families": proof.families}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(path, json.dumps(content | {"digest": _digest(content)}, indent=1) + "\n", 0o600)
-
-
-def _refused(path: Path, why: str) -> None:
-    warnings.warn(f"tilewise: {path} is not used: {why}; {REMEDY}", RuntimeWarning, stacklevel=2)
 
 
 def renew(proof: Proof | None = None) -> None:
@@ -169,7 +176,7 @@ def renew(proof: Proof | None = None) -> None:
 
 def changed(facts: Facts) -> str | None:
     """What is new since the latest proof of the same device, if it has one of another driver or version."""
-    older = [read(path) for path in folder().glob("*.json")] if folder().is_dir() else []
+    older = [_known(path) for path in folder().glob("*.json")] if folder().is_dir() else []
     of_device = [x for x in older if x is not None and x.facts.get("device") == facts["device"] and x.facts != facts]
     if not of_device:
         return None
@@ -200,7 +207,7 @@ def prove_now(facts: Facts, device: torch.device) -> None:
 def _by_command(facts: Facts, device: torch.device) -> None:
     where = f"{device.type}:{device.index}" if device.index is not None else device.type
     activity.log.warning("%s=auto: checks the kernels on %s first, for up to two minutes", VARIABLE, facts["device"])
-    command = python("from tilewise.tools.cli import main; sys.exit(main(['prove', '--device', sys.argv.pop()]))", where)
+    command = python(COMMAND, where)
     try:
         with subprocess.Popen(
             command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -100,7 +100,7 @@ class Pool:
             (child or self._start()).give(left.popleft())
 
     def _start(self) -> Child:
-        stderr = tempfile.TemporaryFile()
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=proofs.environment(),
             start_new_session=True,  # Ctrl-C is for this process, which then ends those

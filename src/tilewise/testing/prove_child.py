@@ -1,8 +1,8 @@
 """A process that makes checks for `proving.py`, which a kernel that crashes or never ends cannot take with it.
 
 It reads pickled checks from its standard input and writes what it found, as (word, detail, times), to its standard
-output: LAUNCHED once kernels run, then "ok", "failed", "unsupported" or, if nothing can be said, "open". What else is printed
-goes to standard error.
+output: LAUNCHED once kernels run, then "ok", "failed", "unsupported" or, if nothing can be said, "open". What else is
+printed goes to standard error.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .families import Check
 from .processes import Pool
 
 SECONDS = 110.0  # of a proof in all: what is left then is for the next one
-LONGEST_RUN = 60.0  # seconds of a GPU, once its kernels are compiled
+LONGEST_RUN = {"cuda": 60.0, "mps": 60.0}  # seconds of a check once its kernels are compiled; others do not hang
 MOST_PROCESSES = 8
 CHILD = "from tilewise.testing.prove_child import main; main()"
 OWN_SIGNALS = (-1, -2, -9, -15)  # a process that was told to end, perhaps since memory is full
@@ -110,9 +110,7 @@ def _add(proof: Proof, checks: Sequence[Check]) -> None:
     proof.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
-def _make(
-    proof: Proof, checks: Sequence[Check], device: str, end: float, show: Show, command: Sequence[str]
-) -> None:
+def _make(proof: Proof, checks: Sequence[Check], device: str, end: float, show: Show, command: Sequence[str]) -> None:
     """Makes the checks that are left: those of results by several processes, then times, one after the other."""
     of_results = [check for check in checks if check.kind != "time"]
     timed = [check for check in checks if check.kind == "time"]
@@ -122,7 +120,7 @@ def _make(
         if some is timed:
             some = [replace(check, apart=_failed(proof)) for check in timed]
         left = deque(check for check in some if _is_left(proof, check))
-        pool = Pool(command, size, LONGEST_RUN if on_gpu else float("inf"))
+        pool = Pool(command, size, LONGEST_RUN.get(torch.device(device).type, float("inf")))
         for check, found, times in pool.run(left, end, lambda check: _is_left(proof, check)):
             if found["status"] != "open":
                 proof.families[check.backend][check.family][str(check)] = found | ({"times": times} if times else {})

@@ -165,12 +165,29 @@ def _backend(name: str) -> dict[str, Any]:
     reason = planner.load(name).supports(problem)
     if reason is None:
         more = {"kernels": guarded(_kept_kernels)} if name == "cpu" else {}
-        trust = planner.optional(name, "unproven")
-        if trust is not None and (unproven := trust(problem)) is not None:
-            not_taken = "not taken unless named: " * (not unproven.taken)
-            more["records"] = f"{not_taken}{unproven.what}: {planner.PROVE}"
+        taken, words = planner.trust(name, problem)
+        if words is not None:
+            more["records"] = "not taken unless named: " * (not taken) + words
+        if (shown := guarded(lambda: _proof(name, problem.device))) is not None:
+            more["proof"] = shown
         return {"usable": True, "device": device, **more}
     return {"usable": False, "reason": reason, "remedy": guarded(lambda: remedy(name))}
+
+
+def _proof(name: str, device: Any) -> str | None:
+    """What `tilewise prove` found of a backend's families; None if it was not run."""
+    from ..dispatch import planner, proofs
+
+    facts = planner.proof_facts(name, device) if proofs.folder().is_dir() else None
+    proof = None if facts is None else proofs.kept(facts)
+    if proof is None or name not in proof.families:
+        return None
+    by_kind: dict[str, list[str]] = {}
+    for family in proof.families[name]:
+        by_kind.setdefault(proof.verdict(name, family).kind, []).append(family)
+    words = {kind: f"{kind}, not taken" for kind in ("failed", "slower")} | {"open": "not finished"}
+    found = "; ".join(f"{words.get(kind, kind)}: {', '.join(families)}" for kind, families in sorted(by_kind.items()))
+    return f"by `tilewise prove` on {proof.date}: {found}"
 
 
 def _plain_problem(device: str) -> Any:
@@ -274,7 +291,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     for name, of in backends.items() if "error" not in backends else ():
         if of.get("usable"):
             text.append(f"  {name:10} usable on {of['device']}" + (f", {of['kernels']}" if "kernels" in of else ""))
-            text += [f"  {'':10} {of['records']}"] if "records" in of else []
+            text += [f"  {'':10} {of[name]}" for name in ("records", "proof") if name in of]
         else:
             text.append(f"  {name:10} not usable: {of.get('reason') or of.get('error')}")
             if of.get("remedy"):

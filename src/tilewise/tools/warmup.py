@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from .. import api
+from ..core.plan import Plan
 from ..core.storage import FLOATS
 from .models import Model, find
 from .progress import Screen
@@ -39,6 +41,8 @@ def warmup() -> int:
         return 1
     if kept - brought:
         print(f"kept in {kernel_cache.cache_directory()}")
+    x = torch.empty(1, 1, 64, 64)
+    print(*(f"{offer}\n" for offer in _offers(api.plan(x, x, x, causal=True))), sep="", end="")
     return 0
 
 
@@ -59,6 +63,7 @@ def warm_model(name: str, device: str, dtype: str | None, length: int, train: bo
     model = find(name)
     kind = FLOATS[dtype or ("bf16" if device == "cuda" else "f32")]
     todo, start = cases(model, length), time.perf_counter()
+    offers: dict[str, None] = {}  # each once
     print(f"{model.name}: {model.about}")
     with Screen(len(todo)) as screen:
         for done, case in enumerate(todo, start=1):
@@ -72,7 +77,15 @@ def warm_model(name: str, device: str, dtype: str | None, length: int, train: bo
                 out.sum().backward()
             if device == "cuda":
                 torch.cuda.synchronize()
-            backend, seconds = inputs.plan().backend, time.perf_counter() - start
+            plan, seconds = inputs.plan(), time.perf_counter() - start
             words = case.name + " and its gradients" * gradients
-            screen.print(f"{done:2} of {len(todo)}  {words:34} {backend:9} {seconds:6.1f} s")
+            screen.print(f"{done:2} of {len(todo)}  {words:34} {plan.backend:9} {seconds:6.1f} s")
+            offers |= dict.fromkeys(_offers(plan))
+    print(*offers, sep="\n", end="\n" * bool(offers))
     return 0
+
+
+def _offers(plan: Plan) -> list[str]:
+    """What `tilewise prove` would change for a call."""
+    reasons = [*plan.notes, *(f"{name}: {reason}" for name, reason in plan.passed_over)]
+    return [reason for reason in reasons if "`tilewise prove` checks" in reason]

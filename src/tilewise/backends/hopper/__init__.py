@@ -7,6 +7,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 from ...core.plan import OtherDevice, Plan, Unproven
 from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
