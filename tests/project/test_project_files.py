@@ -134,6 +134,14 @@ def test_a_bug_report_asks_for_doctor():
     assert asked["doctor"]["validations"] == {"required": True}
 
 
+def test_a_machines_proof_has_a_template():
+    """The block that `tilewise prove --report` prints is asked for, by its name in docs/platforms.md."""
+    template = parsed(ROOT / ".github/ISSUE_TEMPLATE/machine_proof.yml")
+    asked = {item["id"]: item for item in template["body"]}
+    assert "tilewise prove --report" in asked["proof"]["attributes"]["label"]
+    assert f'("{template["name"]}")' in (ROOT / "docs/platforms.md").read_text(encoding="utf-8")
+
+
 def test_hooks_run_what_make_lint_runs():
     hooks = [hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
     entries = {hook["entry"].removesuffix(" --force-exclude") for hook in hooks}

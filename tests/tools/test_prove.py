@@ -175,6 +175,7 @@ def test_what_is_proven_is_taken(prove):
     proof = prove()
     assert proof.is_complete
     assert {proof.verdict(name, family).kind for name, of in proof.families.items() for family in of} == {"proven"}
+    taken()
     assert taken() == taken() == ["hopper"]
     plan = prefill()
     assert plan.backend == "hopper"

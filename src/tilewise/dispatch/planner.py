@@ -144,8 +144,8 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
 def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) -> tuple[bool, str | None]:
     """Whether a backend that supports a problem is taken without being named, and what is to be said of it.
 
-    What this machine has shown decides; where it has not been asked, what records say. `asks`: with TILEWISE_PROVE=auto
-    it is asked now.
+    What this machine has shown decides; where it has not been asked, what records say. Times decide only where no record
+    does: a busy machine would undo what was measured on a quiet one. `asks`: with TILEWISE_PROVE=auto it is asked now.
     """
     if problem.is_empty or optional(name, "family") is None:
         return True, None
@@ -159,9 +159,9 @@ def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) ->
     kernels = f"the {family(name, problem)} kernels"
     if found.kind == "failed":
         return False, f"{kernels} failed on this machine by `tilewise prove`, {found.why}"
-    if found.kind == "slower":
+    if found.kind == "slower" and unproven is not None:
         return False, f"{kernels} took {found.why} on this machine by `tilewise prove`"
-    if found.kind == "proven" or unproven is None:
+    if unproven is None or found.kind == "proven":
         return True, None
     return unproven.taken, f"{unproven.what}: {_offer(name, unproven, facts)}"
 
@@ -172,11 +172,15 @@ def family(name: str, problem: Problem) -> str:
     return "" if of is None else of(problem)
 
 
+@lru_cache(maxsize=64)
 def proof_facts(name: str, device: torch.device) -> proofs.Facts | None:
     """What a proof of a backend's kernels on a device holds for; None where there can be none."""
     of = optional(name, "proof_facts")
     own = None if of is None else of(device)
     return None if own is None else proofs.complete(own)
+
+
+proofs.forgetters.append(proof_facts.cache_clear)
 
 
 def _verdict(name: str, problem: Problem, facts: proofs.Facts | None) -> proofs.Verdict:

@@ -15,7 +15,6 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 
 from ..core.atomic_write import write_whole
 from ..core.cache_home import cache_home, others_may_change
+from ..core.forks import new_lock
 from . import activity
 
 FORMAT = 1
@@ -42,7 +42,7 @@ Facts = Mapping[str, str]
 forgetters: list[Callable[[], None]] = []  # empty the caches that depend on proofs
 _read: dict[Path, Proof | None] = {}
 _asked: set[str] = set()  # digests of the facts that this process has proven by itself
-_lock = threading.Lock()
+_lock = new_lock(sys.modules[__name__], "_lock")
 
 
 class Verdict(NamedTuple):
@@ -188,7 +188,7 @@ def changed(facts: Facts) -> str | None:
 
 def prove_now(facts: Facts, device: torch.device) -> None:
     """With TILEWISE_PROVE=auto: proves a device by the command, once in a process. A second thread waits for it."""
-    asked, key = os.environ.get(VARIABLE), _digest(facts)
+    asked, key = os.environ.get("TILEWISE_PROVE"), _digest(facts)
     if not asked or key in _asked:
         return
     if not _lock.acquire(timeout=WAIT):

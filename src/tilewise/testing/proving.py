@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..core.file_lock import wait_for_lock
+from ..core.file_lock import release, wait_for_lock
 from ..dispatch import planner, proofs
 from ..dispatch.proofs import Proof
 from ..errors import InvalidArgument
@@ -97,7 +97,7 @@ def _alone(facts: proofs.Facts, seconds: float) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            os.close(handle)
+            release(handle)
 
 
 def _add(proof: Proof, checks: Sequence[Check]) -> None:

@@ -185,7 +185,7 @@ def _proof(name: str, device: Any) -> str | None:
     by_kind: dict[str, list[str]] = {}
     for family in proof.families[name]:
         by_kind.setdefault(proof.verdict(name, family).kind, []).append(family)
-    words = {kind: f"{kind}, not taken" for kind in ("failed", "slower")} | {"open": "not finished"}
+    words = {"failed": "failed, not taken", "slower": "slower than the next backend", "open": "not finished"}
     found = "; ".join(f"{words.get(kind, kind)}: {', '.join(families)}" for kind, families in sorted(by_kind.items()))
     return f"by `tilewise prove` on {proof.date}: {found}"
 
