@@ -144,8 +144,8 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
 def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) -> tuple[bool, str | None]:
     """Whether a backend that supports a problem is taken without being named, and what is to be said of it.
 
-    What this machine has shown decides; where it has not been asked, what records say. Times decide only where no record
-    does: a busy machine would undo what was measured on a quiet one. `asks`: with TILEWISE_PROVE=auto it is asked now.
+    What this machine has shown decides; where it has not been asked, what records say. Times decide where no record
+    does, or a busy machine would undo what was measured on a quiet one. `asks`: with TILEWISE_PROVE=auto it is asked now.
     """
     if problem.is_empty or optional(name, "family") is None:
         return True, None
