@@ -6,7 +6,6 @@ import os
 import secrets
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from ..errors import InvalidArgument
@@ -33,9 +32,9 @@ def check_target(option: str, path: Path | None) -> None:
         raise InvalidArgument(option, f"{path}", "a file that can be written", error.strerror or str(error)) from error
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Writes a file atomically: a draft is renamed, so an earlier file is never half overwritten. Streams are written
-    directly. `mode` is of a new file, less what the process' umask takes away.
+    directly. `mode`: the file's, whatever the process' umask is.
     """
     data = content.encode() if isinstance(content, str) else content
     if _is_stream(path):
@@ -44,7 +43,9 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     real = path.resolve()  # a symbolic link is kept
     draft = _draft(real)
     try:
-        with open(draft, "xb", opener=partial(os.open, mode=mode)) as file:
+        with draft.open("xb") as file:
+            if mode is not None:
+                draft.chmod(mode)
             file.write(data)
         draft.replace(real)
     finally:

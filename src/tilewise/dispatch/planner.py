@@ -145,7 +145,8 @@ def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) ->
     """Whether a backend that supports a problem is taken without being named, and what is to be said of it.
 
     What this machine has shown decides; where it has not been asked, what records say. Times decide where no record
-    does, or a busy machine would undo what was measured on a quiet one. `asks`: with TILEWISE_PROVE=auto it is asked now.
+    does, or a busy machine would undo what was measured on a quiet one. `asks`: with TILEWISE_PROVE=auto it is asked
+    now.
     """
     if problem.is_empty or optional(name, "family") is None:
         return True, None
