@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from naive import Row, assert_close
 from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache
+from tilewise.kv_cache.prefix_cache import ROOT
 
 D, HEADS = 8, 2
-few = st.integers(0, 7)
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
@@ -28,23 +28,27 @@ def replaced(cache, way):
     return other
 
 
-def content(ids):
-    """Keys and values of the last of these token ids, as a model would compute them: from all before it."""
+def content(ids, layers):
+    """Keys and values of the last of these token ids, as a model would compute them: from all before it.
+
+    Returns `[layers, 2, 1, D]`.
+    """
     seed = hash(tuple(ids)) & 0x7FFFFFFF
-    return torch.randn(2, 1, D, generator=torch.Generator().manual_seed(seed)) * 2
+    return torch.randn(layers, 2, 1, D, generator=torch.Generator().manual_seed(seed)) * 2
 
 
 class Sequence:
-    """A sequence as lists: token ids, rows, and pages that are objects, shared by forks until one writes."""
+    """A sequence as lists: token ids, rows of each layer, and pages, objects that forks share until one writes."""
 
-    def __init__(self, dtype):
-        self.ids, self.row, self.pages = [], Row(dtype, group=32), []
+    def __init__(self, dtype, layers):
+        self.ids, self.rows, self.pages = [], [Row(dtype, group=32) for _ in range(layers)], []
         self.known = 0  # leading tokens whose ids the cache was told
         self.version = 0  # changes, for handles
 
     def fork(self):
-        other = Sequence(self.row.dtype)
-        other.ids, other.row, other.pages, other.known = list(self.ids), self.row.copy(), list(self.pages), self.known
+        other = Sequence(self.rows[0].dtype, 0)
+        other.ids, other.pages, other.known = list(self.ids), list(self.pages), self.known
+        other.rows = [row.copy() for row in self.rows]
         for page in other.pages:
             page["users"] += 1
         return other
@@ -61,13 +65,14 @@ class Sequence:
                 self.pages[-1]["users"] -= 1
                 self.pages[-1] = {"users": 1}
             self.ids.append(token)
-            k, v = content(self.ids)
-            self.row.append(k[:, None], v[:, None])
+            for row, (k, v) in zip(self.rows, content(self.ids, len(self.rows)), strict=True):
+                row.append(k[:, None], v[:, None])
 
     def truncate(self, length, page_size):
         self.version += length < len(self.ids)
         del self.ids[length:]
-        self.row.truncate(length)
+        for row in self.rows:
+            row.truncate(length)
         self.known = min(self.known, length)
         while len(self.pages) > -(-length // page_size):
             self.pages.pop()["users"] -= 1
@@ -78,12 +83,18 @@ class PagedMachine(RuleBasedStateMachine):
         super().__init__()
         self.sequences = {}
         self.dead = []
-        self.handle = None
+        self.handle = self.static = None
+        self.last = []  # the sequences of the last step, and how many tokens each got
 
-    @initialize(page_size=st.integers(1, 4), pages=st.integers(4, 24), dtype=st.sampled_from(["f32", "int8", "int4"]))
-    def start(self, page_size, pages, dtype):
-        self.P, self.dtype = page_size, dtype
-        self.cache = PagedKVCache(pages, page_size, 1, D, dtype, group=32)
+    @initialize(
+        page_size=st.integers(1, 4),
+        pages=st.integers(4, 24),
+        dtype=st.sampled_from(["f32", "int8", "int4"]),
+        layers=st.integers(1, 2),
+    )
+    def start(self, page_size, pages, dtype, layers):
+        self.P, self.dtype, self.layers = page_size, dtype, layers
+        self.cache = PagedKVCache(pages, page_size, 1, D, dtype, layers=layers, group=32)
 
     def pick(self, data, least=1):
         """Some live sequences, in any order."""
@@ -92,18 +103,20 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule()
     def create(self):
-        self.sequences[self.cache.create()] = Sequence(self.dtype)
+        self.sequences[self.cache.create()] = Sequence(self.dtype, self.layers)
 
-    def draw(self, data, told, packed):
-        """New tokens for some sequences: ids, arguments of a call, and the pages that they need."""
-        numbers = self.pick(data)
-        counts = data.draw(st.lists(few, min_size=len(numbers), max_size=len(numbers)))
+    def draw(self, data, told, packed, numbers=None, most=7):
+        """New tokens for some sequences: ids, keys and values of each layer, arguments of a call, and the pages that
+        they need.
+        """
+        numbers = self.pick(data) if numbers is None else numbers
+        counts = data.draw(st.lists(st.integers(0, most), min_size=len(numbers), max_size=len(numbers)))
         new = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
         rows, needed = [], 0
         writers = {}  # sequences that will write into a page that they share now
         for number, tokens in zip(numbers, new, strict=True):
             s = self.sequences[number]
-            rows.append([content(s.ids + tokens[: i + 1]) for i in range(len(tokens))])
+            rows.append([content(s.ids + tokens[: i + 1], self.layers) for i in range(len(tokens))])
             needed += -(-(len(s.ids) + len(tokens)) // self.P) - len(s.pages)
             if tokens and len(s.ids) % self.P:
                 writers.setdefault(id(s.pages[-1]), (s.pages[-1], []))[1].append(number)
@@ -111,29 +124,36 @@ class PagedMachine(RuleBasedStateMachine):
             needed += len(those) - (page["users"] == len(those))
         flat = [x for row in rows for x in row]
         if packed:
-            k, v = torch.stack(flat, 1) if flat else torch.zeros(2, 0, 1, D)  # [T, 1, D]
+            kv = torch.stack(flat, 2) if flat else torch.zeros(self.layers, 2, 0, 1, D)  # [layers, 2, T, 1, D]
         else:
-            k, v = torch.full((2, len(numbers), 1, max([*counts, 1]), D), torch.nan)
+            kv = torch.full((self.layers, 2, len(numbers), 1, max([*counts, 1]), D), torch.nan)
             for b, row in enumerate(rows):
-                for i, (key, value) in enumerate(row):
-                    k[b, :, i], v[b, :, i] = key, value
+                for i, token in enumerate(row):
+                    kv[:, :, b, :, i] = token
         arguments = {"counts": counts, "tokens": [t for tokens in new for t in tokens] if told else None}
-        return numbers, new, k, v, arguments, needed
+        return numbers, new, kv, arguments, needed
+
+    def appended(self, numbers, new, told):
+        for number, tokens in zip(numbers, new, strict=True):
+            self.sequences[number].append(tokens, self.P, told)
+        self.last = list(zip(numbers, map(len, new), strict=True))
+
+    def has_room(self, needed):
+        return needed <= self.cache.stats().free + self.cache.stats().kept
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), told=st.booleans(), packed=st.booleans())
     def append(self, data, told, packed):
-        numbers, new, k, v, arguments, needed = self.draw(data, told, packed)
+        numbers, new, kv, arguments, needed = self.draw(data, told, packed)
         stats = self.cache.stats()
-        if needed > stats.free + stats.kept:
+        if not self.has_room(needed):
             before = self.state()
             with pytest.raises(CacheFull, match=f"{needed} pages are needed, {stats.free + stats.kept} of"):
-                self.cache.append(numbers, k, v, **arguments)
+                self.append_all(numbers, kv, arguments)
             assert before == self.state()
             return
-        self.cache.append(numbers, k, v, **arguments)
-        for number, tokens in zip(numbers, new, strict=True):
-            self.sequences[number].append(tokens, self.P, told)
+        self.append_all(numbers, kv, arguments)
+        self.appended(numbers, new, told)
         used = len({id(p) for s in self.sequences.values() for p in s.pages})
         assert self.cache.stats().used == used  # copies were made where needed, and nowhere else
 
@@ -141,16 +161,19 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(data=st.data(), told=st.booleans(), how=st.sampled_from(["write", "truncate", "free", "extend", "lose"]))
     def step(self, data, told, how):
         """`extend`, then `write`; or something in between, after which the batch must be refused."""
-        numbers, new, k, v, arguments, needed = self.draw(data, told, packed=True)
-        if needed > self.cache.stats().free + self.cache.stats().kept:
+        numbers, new, kv, arguments, needed = self.draw(data, told, packed=True)
+        if not self.has_room(needed):
             return
         old = {n: len(self.sequences[n].ids) for n in numbers}
         batch = self.cache.extend(numbers, **arguments)
-        for number, tokens in zip(numbers, new, strict=True):
-            self.sequences[number].append(tokens, self.P, told)
+        self.appended(numbers, new, told)
+        order = data.draw(st.permutations(range(self.layers)))
         if how == "write":
-            batch.write(k, v)
+            for layer in order:
+                batch.write(*kv[layer], layer)
             return
+        if self.layers > 1 and data.draw(st.booleans()):  # in some layers: nobody may find the pages yet
+            batch.write(*kv[order[0]], order[0])
         changed = [n for n, tokens in zip(numbers, new, strict=True) if tokens][:1]
         for n in changed:
             if how == "truncate":
@@ -166,7 +189,11 @@ class PagedMachine(RuleBasedStateMachine):
                     changed = []
         if changed and how != "lose":
             before = self.state()
-            for use in (lambda: batch.write(k, v), lambda: batch.attend(torch.zeros(len(k), HEADS, D))):
+            last, rows = order[-1], kv[order[-1]]
+            for use in (
+                lambda: batch.write(*rows, last),
+                lambda: batch.attend(torch.zeros(rows.shape[1], HEADS, D), last),
+            ):
                 with pytest.raises(InvalidArgument, match=f"made before sequence {changed[0]} was"):
                     use()
             assert before == self.state()
@@ -178,31 +205,117 @@ class PagedMachine(RuleBasedStateMachine):
                 self.cache.truncate(n, old[n])
                 self.sequences[n].truncate(old[n], self.P)
 
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), told=st.booleans())
-    def failing_append(self, data, told):
-        numbers, _, k, v, arguments, needed = self.draw(data, told, packed=True)
-        if needed > self.cache.stats().free or not len(k):  # prefixes that are given up do not come back
+    def append_all(self, numbers, kv, arguments):
+        """`append`, or what it does if there are more layers than one."""
+        if self.layers == 1:
+            self.cache.append(numbers, *kv[0], **arguments)
             return
-        kept = self.cache.store.writer(0)
+        batch = self.cache.extend(numbers, **arguments)
+        try:
+            for layer in range(self.layers):
+                batch.write(*kv[layer], layer)
+        except BaseException:
+            batch.undo()
+            raise
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans(), forks=st.integers(0, 3))
+    def failing_append(self, data, told, forks):
+        """Also of several forks that share the page they would write to."""
+        numbers = self.pick(data)
+        for _ in range(forks):
+            numbers.append(self.cache.fork(numbers[0]))
+            self.sequences[numbers[-1]] = self.sequences[numbers[0]].fork()
+        numbers, _, kv, arguments, needed = self.draw(data, told, packed=True, numbers=numbers)
+        if needed > self.cache.stats().free or not kv.shape[2]:  # prefixes that are given up do not come back
+            return
+        last = self.layers - 1
+        kept = self.cache.store.writer(last)
 
         def partly(*arguments):
             kept(*arguments)
             raise RuntimeError("no kernel")
 
-        self.cache.store.writers[0] = partly
-        s = self.cache.store.sequences
-        before = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
+        self.cache.store.writers[last] = partly
+        before = self.books()
         with pytest.raises(RuntimeError, match="no kernel"):
-            self.cache.append(numbers, k, v, **arguments)
-        self.cache.store.writers[0] = kept
-        after = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
-        assert after == before
+            self.append_all(numbers, kv, arguments)
+        self.cache.store.writers[last] = kept
+        assert self.books() == before
+
+    def books(self):
+        s = self.cache.store.sequences
+        numbers = [s.length.tolist(), s.known.tolist(), s.written.tolist(), s.pool.refs.tolist()]
+        return [*numbers, [self.pages_of(n) for n in self.sequences]]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans(), packed=st.booleans(), again=st.booleans())
+    def static_step(self, data, told, packed, again):
+        """A step of a static batch, of three rows of up to two tokens; often of the sequences of the step before."""
+        ROWS, MOST, CAPACITY = 3, 2, 24
+        again = [n for n, _ in self.last if n in self.sequences][:ROWS] if again else []
+        numbers, new, kv, arguments, needed = self.draw(data, told, True, again or self.pick(data)[:ROWS], MOST)
+        if self.static is None or self.static.cache is not self.cache:
+            self.static = self.cache.static_batch(ROWS, CAPACITY, MOST)
+        if any(len(self.sequences[n].ids) + len(t) > CAPACITY for n, t in zip(numbers, new, strict=True)):
+            with pytest.raises(InvalidArgument, match="at most, this batch's capacity"):
+                self.static.extend(numbers, **arguments)
+            return
+        if not self.has_room(needed):
+            with pytest.raises(CacheFull):
+                self.static.extend(numbers, **arguments)
+            return
+        self.static.extend(numbers, **arguments)
+        q = torch.randn(ROWS, HEADS, MOST, D, generator=torch.Generator().manual_seed(5)) * 2
+        counts = arguments["counts"] + [0] * (ROWS - len(numbers))
+        for layer in range(self.layers):
+            rows, queries = kv.new_full((2, ROWS, 1, MOST, D), torch.nan), q
+            for b, one in enumerate(kv[layer].split(arguments["counts"], 1)):
+                rows[:, b, :, : counts[b]] = one.transpose(1, 2)
+            if packed:
+                rows = kv.new_full((2, ROWS * MOST, 1, D), torch.nan)
+                rows[:, : kv.shape[2]] = kv[layer]
+                queries = torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)])
+                queries = torch.cat([queries, q.new_full((ROWS * MOST - len(queries), HEADS, D), torch.nan)])
+            self.static.write(*rows, layer)
+            out = self.static.attend(queries, layer)
+            if layer == 0:
+                outs = [x.transpose(0, 1) for x in out.split([*counts, ROWS * MOST - sum(counts)])] if packed else out
+        self.appended(numbers, new, told)
+        for b, number in enumerate(numbers):
+            if counts[b]:
+                want = self.sequences[number].rows[0].attend(q[b, :, : counts[b]], causal=True)
+                assert_close(outs[b][:, : counts[b]], want[0])
+
+    @precondition(lambda self: self.last)
+    @rule(layer=st.integers(0, 1))
+    def attend_as_last(self, layer):
+        """Of the sequences of the last step, with as many queries as it had tokens: batches may be reused."""
+        if not all(n in self.sequences and self.sequences[n].ids and count for n, count in self.last):
+            return
+        numbers, counts = map(list, zip(*self.last, strict=True))
+        if any(len(self.sequences[n].ids) < count for n, count in self.last):
+            return
+        q = torch.randn(sum(counts), HEADS, D, generator=torch.Generator().manual_seed(4)) * 2
+        out = self.cache.attend(numbers, q, counts=counts, layer=min(layer, self.layers - 1))
+        for number, one, got in zip(numbers, q.split(counts), out.split(counts), strict=True):
+            row = self.sequences[number].rows[min(layer, self.layers - 1)]
+            assert_close(got.transpose(0, 1), row.attend(one.transpose(0, 1), causal=True)[0])
+
+    @rule()
+    def press(self):
+        """Takes all pages that are not used, so that no prefix is kept, and gives them back."""
+        stats = self.cache.stats()
+        number = self.cache.create()
+        batch = self.cache.extend(number, (stats.free + stats.kept) * self.P)
+        assert self.cache.stats().kept == 0
+        batch.undo()
+        self.cache.free(number)
 
     @rule(way=st.sampled_from(sorted(COPIES)))
     def replace(self, way):
         self.cache = replaced(self.cache, way)
-        self.handle = None
+        self.handle = self.static = None
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -222,7 +335,7 @@ class PagedMachine(RuleBasedStateMachine):
             return
         out = view.attend(q)
         for b, (_, s, _) in enumerate(seen):
-            want = s.row.attend(q[b], causal=True)
+            want = s.rows[0].attend(q[b], causal=True)
             assert not out[b].any() if want is None else assert_close(out[b], want[0]) is None
 
     def state(self):
@@ -266,7 +379,7 @@ class PagedMachine(RuleBasedStateMachine):
         number, held = self.cache.prefix_match(ids)
         assert held % self.P == 0
         assert held <= len(ids)
-        s = Sequence(self.dtype)
+        s = Sequence(self.dtype, self.layers)
         # Whatever was matched has the rows of these very ids, and pages that live sequences hold are not held twice.
         s.append(ids[:held], self.P, told=True)
         s.pages = []
@@ -299,9 +412,9 @@ class PagedMachine(RuleBasedStateMachine):
         if len(numbers) == 1:
             cascade = None
         q = torch.randn(len(numbers), HEADS, queries, D, generator=torch.Generator().manual_seed(queries)) * 2
-        out = self.cache.attend(numbers, q, cascade=cascade)
+        out = self.cache.attend(numbers, q, cascade=cascade, layer=self.layers - 1)
         for b, number in enumerate(numbers):
-            want = self.sequences[number].row.attend(q[b], causal=True)
+            want = self.sequences[number].rows[-1].attend(q[b], causal=True)
             if want is None:
                 assert not out[b].any()
             else:
@@ -353,18 +466,34 @@ class PagedMachine(RuleBasedStateMachine):
         assert not any(pool.index.node_of[page] for page in free)
         assert (stats.used, stats.kept, stats.free) == (len(used), len(kept), len(free))
         assert stats.shared == (refs > 1).sum()
-        # The prefix index: a node's page holds its ids; parents are there.
-        for number, node in pool.index.nodes.items():
+        # The prefix index: a node's page holds its ids; parents are there, and know it.
+        nodes = pool.index.nodes
+        for number, node in nodes.items():
             assert pool.index.node_of[node.page] == number
             assert s.ids[node.page].tobytes() == node.ids
             assert pool.index.holds(node.parent)
+            assert node.parent == ROOT or number in nodes[node.parent].children
+            assert all(nodes[child].parent == number for child in node.children)
+        # A sequence's node is as deep in the tree as it says, and the path to it is of the sequence's own ids.
+        for number, sequence in self.sequences.items():
+            slot = s.slot_of[number]
+            node, depth = int(s.node[slot]), int(s.depth[slot])
+            assert depth * self.P <= sequence.known
+            if pool.index.holds(node):
+                path = []
+                while node != ROOT:
+                    path.insert(0, nodes[node].ids)
+                    node = nodes[node].parent
+                assert len(path) == depth
+                assert b"".join(path) == np.array(sequence.ids[: depth * self.P], dtype=np.int64).tobytes()
 
     @invariant()
     def rows_agree(self):
         for number, sequence in self.sequences.items():
             if sequence.ids:
-                assert self.cache.keys(number).equal(sequence.row.held(0))
-                assert self.cache.values(number).equal(sequence.row.held(1))
+                for layer, row in enumerate(sequence.rows):
+                    assert self.cache.keys(number, layer).equal(row.held(0))
+                    assert self.cache.values(number, layer).equal(row.held(1))
 
     def teardown(self):
         if not hasattr(self, "cache"):
@@ -374,7 +503,9 @@ class PagedMachine(RuleBasedStateMachine):
         assert (stats.used, stats.free + stats.kept) == (0, stats.pages)  # nothing leaks
         number = self.cache.create()
         count = stats.pages * self.P
-        self.cache.append(number, *torch.zeros(2, count, 1, D), counts=[count])  # all of it can be used again
+        self.append_all(
+            [number], torch.zeros(self.layers, 2, count, 1, D), {"counts": [count]}
+        )  # all can be used again
         assert self.cache.stats().used == stats.pages
 
 
