@@ -13,7 +13,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton h200 lint format docs \
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton openmp h200 lint format docs \
 	wheel clean
 
 help: ## show this list
@@ -67,6 +67,15 @@ triton: $(VENV)/.installed-dev ## tests of the GPU kernels with another Triton: 
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
 	PYTHONPATH=.cache/triton-$(WITH) $(PYTEST) -m "not slow" tests/backends/triton tests/backends/hopper
 
+openmp: $(VENV)/.installed-dev ## tests and times beside SDPA in processes with other OpenMP runtimes (downloads 150 MB)
+	$(INSTALL) --upgrade --target .cache/openmp/libraries --no-deps $(BRING_LIBGOMP)
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --dest .cache/openmp/wheels $(RUNTIMES)
+	for wheel in .cache/openmp/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel .cache/openmp/runtimes; done
+	LIBIOMP5=$(LIBIOMP5) LIBOMP=$(LIBOMP) PYTHONPATH=.cache/openmp/libraries \
+		$(BIN)/python -m pytest tests/backends/cpu/test_openmp_runtimes.py
+	PYTHONPATH=.cache/openmp/libraries $(BIN)/python benchmarks/cpu/openmp_runtimes.py \
+		--libiomp5 $(LIBIOMP5) --libomp $(LIBOMP) --json benchmarks/records/cpu/openmp_runtimes.json
+
 # On the machine with the GPU, in whatever environment it has: torch for CUDA comes with it.
 h200: ## on an H200: all checks and times that are owed, in MINUTES=25; goes on where it stopped; PEERS=folder of peers_load.py
 	PYTHONPATH=src $(PYTHON) benchmarks/h200/owed.py --minutes $(MINUTES) --out .cache/h200 $(if $(PEERS),--peers $(PEERS))
@@ -104,6 +113,12 @@ TRITON := triton==3.6.0
 WITH ?= 3.7.1
 MINUTES ?= 25
 WHICH_TRITON := import sys, torch; print("" if torch.version.cuda or torch.version.hip or sys.platform != "linux" else "$(TRITON)")
+
+# Two packages that bring copies of libgomp, with what the first imports, and two that are runtimes.
+BRING_LIBGOMP := scikit-learn scipy joblib threadpoolctl narwhals cloudpickle sentencepiece
+RUNTIMES := intel-openmp==2025.0.4 pyomp==0.6.0
+LIBIOMP5 := $(CURDIR)/.cache/openmp/runtimes/intel_openmp-2025.0.4.data/data/lib/libiomp5.so
+LIBOMP := $(CURDIR)/.cache/openmp/runtimes/numba/openmp/libs/openmp/lib/libomp.so
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
 $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg

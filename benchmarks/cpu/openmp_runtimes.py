@@ -75,7 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--libiomp5", type=Path, help="the library, to be preloaded")
     parser.add_argument("--libomp", type=Path)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each shape")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="for each shape on a quiet machine; a busy one takes three times as long",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -97,7 +102,8 @@ def main() -> None:
     for case, (before, after, file) in cases.items():
         for threads in sorted({1, cores}):
             for busy in (False, True):
-                command = [sys.executable, __file__, "--seconds", str(given.seconds)]
+                # A busy machine takes a core away for milliseconds at a time: the averages need many of these.
+                command = [sys.executable, __file__, "--seconds", str(given.seconds * (3 if busy else 1))]
                 environment = os.environ | ({"LD_PRELOAD": str(file)} if file else {})
                 environment.pop("OMP_NUM_THREADS", None)
                 with load(busy):

@@ -326,6 +326,41 @@ def test_out_may_not_be_another_input(which):
     assert bool((memory == 0).all())
 
 
+@pytest.mark.parametrize(
+    "place", ["equal", "first rows", "last rows", "begins before", "begins in it", "encloses", "inside"]
+)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_out_may_not_share_memory_with_an_input(name, place):
+    """However the two lie to each other: `out` may be larger than an input, smaller, or begin in the middle of it."""
+    B, H, L, D = 1, 1, 6, 4
+    memory = torch.zeros(40 * D)
+    at = 14 * D  # where `out` begins
+    begin, rows = {
+        "equal": (at, L),
+        "first rows": (at, 2),
+        "last rows": (at + (L - 2) * D, 2),
+        "begins before": (at - D, 2),
+        "begins in it": (at + (L - 1) * D, L),
+        "encloses": (at - 2 * D, L + 4),
+        "inside": (at + 2 * D, 2),
+    }[place]
+    out = memory[at : at + L * D].view(B, H, L, D)
+    args = {"q": torch.ones(B, H, L, D), "k": torch.ones(B, H, rows, D), "v": torch.ones(B, H, rows, D)}
+    if name == "q":  # as large as `out`: wider apart, one row for all, or beginning elsewhere
+        step = {"encloses": 2 * D, "inside": 0}.get(place, D)
+        args["q"] = memory[begin:].as_strided((B, H, L, D), (40 * D, 40 * D, step, 1))
+    else:
+        args[name] = memory[begin : begin + rows * D].view(B, H, rows, D)
+    with pytest.raises(InvalidArgument, match=f"out: got memory that {name} is in"):
+        attention(**args, out=out)
+    assert bool((memory == 0).all())
+    for gap in (0, D):  # next to each other, or apart
+        args[name] = memory[at + L * D + gap :][: args[name].numel()].view(args[name].shape)
+        attention(**args, out=out)
+        args[name] = memory[: at - gap][-args[name].numel() :].view(args[name].shape)
+        attention(**args, out=out)
+
+
 def test_strided_outputs_are_not_taken_for_overlapping():
     args = dense_args()
     wide = torch.empty(H, Lq + 1, B, D + 3)

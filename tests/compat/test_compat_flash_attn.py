@@ -334,6 +334,38 @@ def test_rotary(form, interleaved, options):
         close(out[b], formula(turned_q, keys, torch.cat((vals, v[b])), **options)[0])
 
 
+@pytest.mark.parametrize("form", ["rows", "pages"])
+@pytest.mark.parametrize("new", ["rows", "packed"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (6, 1)}], ids=str)
+def test_rotary_of_packed_queries(form, new, options):
+    """Each by its own place in its sequence; without causal and windows all of a sequence by that of the first."""
+    cache, counts = Cache(form, 3, 20), (2, 1, 4)
+    angles = torch.rand(20, 4) * 6
+    cos, sin = angles.cos(), angles.sin()
+    lengths, cu = torch.tensor([0, 7, 15], dtype=torch.int32), offsets(counts)
+    q, k, v = peaked(7, HEADS, 16), peaked(7, 2, 16), peaked(7, 2, 16)
+    rows = [slice(*cu[b : b + 2].tolist()) for b in range(3)]
+    given = {"cu_seqlens_k_new": cu}
+    if new == "rows":  # four for each sequence
+        given, counts = {}, (4, 4, 4)
+        k, v = peaked(3, 4, 2, 16), peaked(3, 4, 2, 16)
+    before = cache.k.clone(), cache.v.clone()
+    out = fa.flash_attn_with_kvcache(
+        q, cache.k, cache.v, k, v, cos, sin, lengths, cu_seqlens_q=cu, max_seqlen_q=4, **given, **options,
+        **({"page_table": cache.table} if form == "pages" else {}),
+    )  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        k_new, v_new = (x[b] if new == "rows" else x[rows[b]] for x in (k, v))
+        turned_k = close_rotated(
+            cache.row(cache.k, b)[n : n + counts[b]], k_new, cos, sin, range(n, n + counts[b]), True
+        )
+        queries = q[rows[b]].double()
+        places = [n + (i if options else 0) for i in range(len(queries))]
+        turned_q = torch.stack([turn(x, cos, sin, at, True) for x, at in zip(queries, places, strict=True)])
+        keys, vals = torch.cat((cache.row(before[0], b)[:n].double(), turned_k)), cache.row(before[1], b)[:n]
+        close(out[rows[b]], formula(turned_q, keys, torch.cat((vals, v_new)), **options)[0])
+
+
 @pytest.mark.parametrize("form", ["rows", "indexed", "pages"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_size": (4, -1)}], ids=str)
 def test_leftpad(form, options):

@@ -1,5 +1,7 @@
 """The CPU's backward pass: the conformance suite, and bits that do not depend on the number of threads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,53 @@ AFFINE = {"window": 2**31 - 1, "chunk": 2**63 - 1, "alibi": "h", "offset": "rows
 def test_gradients_of_sinks_are_summed_as_exactly_as_torch_does(case):
     """Rows of packed queries lie far apart: torch's own sum over them in float32 rounds five times as much."""
     check_gradients(case, "cpu")
+
+
+# More keys than a block of them, and more rows than a panel of queries: most cells of a plain call are in whole blocks.
+PATHS = {
+    "f32": Case(B=2, H=2, Hkv=1, Lq=40, Lk=150),
+    "f16": Case(B=2, H=2, Hkv=1, Lq=40, Lk=150, dtype="f16"),
+    "bf16": Case(B=2, H=2, Hkv=1, Lq=40, Lk=150, dtype="bf16"),  # cells in registers, where the CPU has AVX-512 BF16
+    "bf16, wide": Case(B=1, H=2, Lq=40, Lk=150, D=264, Dv=264, dtype="bf16"),  # cells in memory
+    "packed": Case(form="varlen", H=2, Hkv=1, q_lengths=(40, 3), lengths=(150, 70), dtype="bf16"),
+    "chosen keys": Case(B=2, H=2, Hkv=1, Lq=40, Lk=150, indices="h60", dtype="bf16"),
+    "chosen blocks": Case(B=2, H=2, Hkv=1, Lq=40, Lk=150, indices="5", block=16),
+}
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 30},
+    "window of both sides": {"window": (20, 3)},
+    "chunk": {"chunk": 40},
+    "offset": {"causal": True, "offset": 60},
+    "offsets of rows": {"causal": True, "offset": "rows"},
+    "strides": {"causal": True, "k_start": 3, "k_stride": 2, "q_stride": 3},
+    "alibi": {"alibi": "bh"},
+    "softcap": {"softcap": 3.0},
+    "scale below 0": {"scale": -0.3},
+    "sinks": {"sinks": True},
+    "mask": {"mask": "bhqk"},
+    "mask of whole tiles": {"mask": "hqk", "pattern": "blocks"},
+    "mask, added": {"mask": "b1qk", "mask_kind": "f32"},
+    "biases": {"q_bias": "bh", "k_bias": "1h"},
+    "tree": {"tree": "b"},
+    "tree with positions": {"tree": "b", "positions": True, "window": 9},
+    "lengths and a window": {"lengths": (101, 64), "causal": True, "window": 40},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("path", PATHS)
+def test_each_option_on_each_path(path, option):
+    """A specialised loop that forgets one gives wrong gradients here."""
+    case, options = PATHS[path], dict(OPTIONS[option])
+    if "lengths" in options:
+        lengths = options.pop("lengths")[: case.B]
+        options["used" if case.form == "varlen" else "lengths"] = lengths
+    if case.form == "varlen":  # its options are of each head, or of each sequence
+        options |= {"mask": "hqk"} if options.get("mask") else {}
+        options |= {"q_bias": "h", "k_bias": "h"} if options.get("q_bias") else {}
+    check_gradients(replace(case, **options), "cpu")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from numba import njit
 from tilewise import InvalidArgument, PagedKVCache, attention, plan
 from tilewise.backends.cpu import compiler, threads
 from tilewise.backends.cpu.codegen.numba_ops import item_at, params_at
-from tilewise.backends.cpu.params import Params, WorkItem
+from tilewise.backends.cpu.params import Params, Team, WorkItem
 from tilewise.backends.cpu.threads import pool
 from tilewise.dispatch import call_cache, planner
 from tilewise.dispatch.planner import choose
@@ -121,6 +121,23 @@ def test_an_error_of_a_worker_is_raised_and_the_threads_are_free(monkeypatch):
             attention(q, k, v, backend="cpu")
     assert not pool.busy.locked()
     assert attention(q, k, v, backend="cpu").equal(want)
+
+
+def test_scratch_memory_of_a_team_grows_with_what_is_asked_for():
+    """By size alone, by the number of threads alone, and after a call that needed so much that it was given back."""
+    own = threads.Pool()
+    most = threads.MOST_KEPT
+    for count, size in ((2, 1000), (2, 5000), (2, 300), (4, 300), (3, most + 1), (2, 9000), (4, most + 2), (5, 1)):
+        team = own.acquire(count, size)
+        try:
+            assert team
+            memories = (ctypes.c_int64 * count).from_address(team + ctypes.sizeof(Team))
+            for address, scratch in zip(memories, own.scratches, strict=False):
+                memory = scratch.memory.ctypes.data
+                assert memory <= address
+                assert address + size <= memory + scratch.memory.nbytes
+        finally:
+            own.release()
 
 
 def test_large_scratch_memory_is_given_back():

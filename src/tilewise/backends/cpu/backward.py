@@ -64,12 +64,6 @@ def dq_floats(p: Problem, rows: int) -> int:
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
     """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
     p, b, t, template = plan.problem, tensors, tensors.forward, plan.detail
-    if p.is_empty:
-        for gradient in b.gradients().values():
-            gradient.zero_()
-        if b.dsinks is not None and b.dlse is not None:
-            write_sinks(t, b.dsinks, -b.dlse)
-        return
     check_tables(p, t)
     if p.selection is not None:
         t = replace(t, key_indices=sorted_indices(p.selection, t.key_indices))
