@@ -23,6 +23,7 @@ grid = torch.randn(4, 3, 6, generator=random)[:, :, ::2]  # strides
 allowed = torch.rand(L, L, generator=random) > 0.4
 learned = torch.nn.Parameter(torch.randn(H, generator=random))
 embedding = torch.nn.Embedding(8, H)
+big = torch.randn(300, generator=random)
 
 
 def t5_bucket(distance):
@@ -85,6 +86,9 @@ SCORES = {
     + torch.fmod(q - k, 3) + torch.fmod(s, 0.7) + table.index_select(1, k[None])[h, 0],
     "on its device": lambda s, b, h, q, k: s + torch.arange(L, device=s.device)[k] + s.new_tensor([1.0, 2.0, 4.0])[h]
     + torch.tensor([3, 5, 7], dtype=s.dtype, device=q.device)[h],
+    "rows": lambda s, b, h, q, k: s + torch.dot(table[h, :5], rank3[b, h, :5]) + (table[h, :9] * s).sum(-1)
+    + gate @ gate + grid[q % 4].sum() + grid.mean((0, 2))[h] + rank3.sum(1, keepdim=True)[b, 0, k]
+    + (doc == doc[q]).sum(),
     "parameter": lambda s, b, h, q, k: s + learned[h] * 2 + half[h],
     "negative index": lambda s, b, h, q, k: s + double[-1] + double[k - L] + table[h, -2],
     "constant": lambda s, b, h, q, k: 1.5,
@@ -98,6 +102,7 @@ MASKS = {
     "documents": lambda b, h, q, k: doc[q] == doc[k],
     "by head": lambda b, h, q, k: torch.where(h < 2, q >= k, q - k < 3),
     "in place": masked_in_place,
+    "any": lambda b, h, q, k: (doc[:9] == doc[q]).any() & torch.all(grid[:, 0] > -9, dim=0)[k % 3] | (k < 2),
     "joined": both(causal, lambda b, h, q, k: doc[q] == doc[k], lambda b, h, q, k: ~(k == 2)),
     "dense": lambda b, h, q, k: allowed[q][k],
     "ints": lambda b, h, q, k: (q - k) % 3,
@@ -162,7 +167,9 @@ REFUSED = {
     "math": (lambda s, b, h, q, k: math.exp(s), r"read by Python \(float\)"),
     "item": (lambda s, b, h, q, k: s * learned[0].item(), r"read by Python \(item\)"),
     "erfinv": (lambda s, b, h, q, k: torch.erfinv(s), r"torch.erfinv at .*test_trace.py"),
-    "a sum": (lambda s, b, h, q, k: s + table.sum(), "torch.sum at"),
+    "a large sum": (lambda s, b, h, q, k: s + big.sum(), "a sum over 300 elements at .*compute it before"),
+    "a large row": (lambda s, b, h, q, k: s + (big * q).sum(), "a sum over 300 elements at .*at most 256"),
+    "a matrix product": (lambda s, b, h, q, k: s + (table @ table.T)[h, 0], "a matrix product at .*compute it before"),
     "random": (lambda s, b, h, q, k: s + torch.rand(()), "torch.rand at"),
     "in place": (lambda s, b, h, q, k: s + table.mul_(2)[h, q], "in place, in a captured tensor or a view"),
     "a view in place": (lambda s, b, h, q, k: s.float().mul_(2), "in place, in a captured tensor or a view"),

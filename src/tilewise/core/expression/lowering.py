@@ -11,6 +11,7 @@ import torch
 from .arrays import Array, Untraceable, elementwise, kind_of_dtype
 from .build import Value, cast, const, make
 from .node import Node
+from .rows import ROWS
 from .views import VIEWS
 
 FLOAT = torch.float32
@@ -299,5 +300,6 @@ LOWER: dict[str, Callable[..., Array]] = {
     "new_zeros": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 0, dtype),
     "new_ones": lambda x, *size, dtype=None, **given: _new(x, given.get("size", size), 1, dtype),
     "detach": lambda x: x,  # of what has no gradient: others are the trace's
+    **ROWS,
     **VIEWS,
 }  # fmt: skip

@@ -186,6 +186,7 @@ class _Mode(TorchFunctionMode):
             made = self.written(args[0], array) if in_place else self.tensor(array)
         except Untraceable as error:
             self.line = self.line or user_line()
+            error.remedy = outside or error.remedy
             raise error
         except TypeError as error:  # an argument that the lowering does not have
             return self.refuse(f"torch.{name} in this form ({error})", outside)
