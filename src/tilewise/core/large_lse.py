@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
+from .expression.mods import with_rows
+from .mod_tiles import sequence_places
 from .plan import Plan
-from .problem import Problem
+from .problem import CAPTURED, Problem
 from .storage import stored_as
-from .tensors import BackwardTensors, as_fields
+from .tensors import BackwardTensors, Tensors, as_fields
 
 LARGE = 2.0**17  # up to here float32 rounds lse by at most 1 / 128
 
@@ -41,16 +44,7 @@ def run(
     t = tensors.forward
     t = replace(t, q=t.q.float(), k=t.k.float(), v=t.v.float(), out=t.out.float())
     assert t.lse is not None
-    summed = replace(problem, q_bias=True, grads=("q_bias",), dlse=True)
-    sums = BackwardTensors(
-        t if t.q_bias is not None else replace(t, q_bias=torch.zeros_like(t.lse)),
-        torch.zeros_like(t.out),
-        torch.full_like(t.lse, -1.0),  # dS is -P
-        dq_bias=torch.empty_like(t.lse),
-    )
-    run_backward(plan_backward(summed), sums)
-    assert sums.dq_bias is not None
-    total = -sums.dq_bias
+    total = _sums(plan_backward, run_backward, problem, t)
     if t.sinks is not None:
         total += (t.sinks[:, None] - t.lse).exp()
     factor = torch.where(_large(t.lse) & (total > 1), 1 / total, 1.0)
@@ -60,6 +54,40 @@ def run(
     run_backward(plan_backward(problem), made)
     for name, x in tensors.gradients().items():
         x.copy_(made.gradients()[name])
+
+
+def _sums(
+    plan_backward: Callable[[Problem], Plan],
+    run_backward: Callable[[Plan, BackwardTensors], None],
+    p: Problem,
+    t: Tensors,
+) -> torch.Tensor:
+    """The sums of P of all rows, in the shape of lse: of dS = -P, by what is added to the scores of a row."""
+    lse = t.lse
+    assert lse is not None
+    incoming = torch.zeros_like(t.out), torch.full_like(lse, -1.0)
+    if p.mods is None or p.mods.by_score is None or p.positions:
+        t = t if t.q_bias is not None else replace(t, q_bias=torch.zeros_like(lse))
+        sums = BackwardTensors(t, *incoming, dq_bias=torch.empty_like(lse))
+        run_backward(plan_backward(replace(p, q_bias=True, grads=("q_bias",), dlse=True)), sums)
+        assert sums.dq_bias is not None
+        return -sums.dq_bias
+    # A score_mod scales the gradient of q_bias: an element of a captured tensor is added to its result.
+    number, places = len(p.mods.tensors), sequence_places(p, t)
+    ints = (torch.as_tensor(x, dtype=torch.int32, device=p.device) for x in (places.q_start, places.q_stride))
+    start, stride = (x.expand(p.batch) for x in ints)
+    rows = lse.new_zeros(p.batch, p.heads, p.q_len)
+    t = replace(t, captured=(*t.captured, rows, start, stride))
+    sums = BackwardTensors(t, *incoming, dcaptured={number: torch.empty_like(rows)})
+    grads = (f"{CAPTURED}{number}",)
+    run_backward(plan_backward(replace(p, mods=with_rows(p.mods), grads=grads, dlse=True)), sums)
+    found = -sums.dcaptured[number]
+    if t.cu_seqlens_q is None:
+        return found
+    total, ends = torch.zeros_like(lse), t.cu_seqlens_q.tolist()
+    for b, (first, end) in enumerate(pairwise(ends)):
+        total[0, :, first:end] = found[b, :, : end - first]
+    return total
 
 
 def _wide(name: str, gradient: torch.Tensor) -> torch.dtype:

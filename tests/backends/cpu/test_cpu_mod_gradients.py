@@ -177,6 +177,26 @@ def test_what_is_hidden_gets_and_gives_nothing(dtype):
     agree(dirty, want, PER_DTYPE[dtype])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_rows_with_a_large_lse(backend):
+    """Every score is -1e9 in float32, so all weights are equal, whatever the derivative of the score is."""
+    cu = torch.tensor([0, 20, 43, 61], dtype=torch.int32)
+    own = [slice(0, 20), slice(20, 43), slice(43, 61)]
+    for factor in (1.0, 3.0):
+        options = {"score_mod": lambda s, b, h, q, k, factor=factor: s * factor - 1e9, "backend": backend}
+        q, k, v, dout = (draw(2, H, 60, D, size=1.0) for _ in range(4))
+        out, lse = attention(q, k, v, return_lse=True, q_offset=7, **options)
+        dv = attention_backward(q, k, v, out, lse, dout, q_offset=7, grads=("v",), **options).dv
+        torch.testing.assert_close(dv, dout.mean(2, keepdim=True).expand_as(dv), atol=1e-5, rtol=1e-4)
+        q, k, v, dout = (draw(61, H, D, size=1.0) for _ in range(4))
+        out, lse = varlen_attention(q, k, v, cu, cu, return_lse=True, **options)
+        packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        dv = attention_backward(q, k, v, out, lse, dout, grads=("v",), **packed, **options).dv
+        for rows in own:
+            want = dout[rows].mean(0, keepdim=True).expand_as(dv[rows])
+            torch.testing.assert_close(dv[rows], want, atol=1e-5, rtol=1e-4)
+
+
 def test_the_planner_chooses_the_cpu():
     q, k, v = (draw(1, H, 20, D).requires_grad_() for _ in range(3))
     table = TABLE.clone().requires_grad_()

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.codegen import expression, functions
 from tilewise.core.expression.evaluate import evaluate
 from tilewise.core.expression.mods import mods_of
+from tilewise.core.expression.node import in_order
 
 H, L, D = 4, 150, 24
 random = torch.Generator().manual_seed(0)
@@ -84,6 +86,19 @@ def test_offsets_of_64_bits():
     s, cells = inputs("columns")
     wide = called("columns", compiled("columns", mods, wide=True), s, cells, captured())
     assert torch.equal(wide, called("columns", compiled("columns", mods), s, cells, captured()))
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_quotients_that_steps_depend_on_are_exact(kind):
+    """Others are products with the reciprocal: 41 / 41 would be below 1."""
+    s, cells = inputs(kind)
+    for divisor in (7.0, 20.5, 41.0):
+        mods = mods_of(f"float32:1|float k;div %0 {divisor};floor %1;int %2;load0 %3;div s {divisor};add %5 %4|%6 -")
+        tensors = (torch.arange(100.0) * 1000,)
+        want = evaluate([mods.score], cells | {"s": s}, tensors, torch.float32)[0]
+        torch.testing.assert_close(called(kind, compiled(kind, mods), s, cells, tensors), want)
+    steps = expression.exact_nodes([mods.score])
+    assert [x.op for x in in_order(mods.score) if x.op == "div" and x in steps] == ["div"]
 
 
 @pytest.mark.parametrize("op", functions.FUNCTIONS)
@@ -219,6 +234,27 @@ def test_a_new_function_compiles_no_mainloop(monkeypatch):
     assert printed == ["mod_columns", "mod_rows"]
     attention(q, k, v, score_mod=lambda s, b, h, q, k: s * number + q, backend="cpu")
     assert len(printed) == 2
+
+
+def test_a_repeated_call_reads_the_tensors_that_it_captures():
+    q, k, v = (draw(1, n, m, D) for n, m in ((H, 3), (2, L), (2, L)))
+    tables = [TABLE, TABLE * 2, TABLE - 1]
+
+    def call(table, backend):
+        return attention(q, k, v, score_mod=lambda s, b, h, q, k: s + table[h, q - k + L], backend=backend)
+
+    want = [call(table, "reference") for table in tables]
+    for _ in range(2):
+        for table, x in zip(tables, want, strict=True):
+            torch.testing.assert_close(call(table, "cpu"), x, atol=2e-5, rtol=2e-5)
+    changed = TABLE.clone()
+    call(changed, "cpu")
+    changed.copy_(tables[1])
+    torch.testing.assert_close(call(changed, "cpu"), want[1], atol=2e-5, rtol=2e-5)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: call(tables[n % 3], "cpu"), range(60)))
+    for n, x in enumerate(found):
+        assert torch.equal(x, found[n % 3])
 
 
 def test_the_planner_chooses_the_cpu():

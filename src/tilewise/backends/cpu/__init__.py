@@ -171,7 +171,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
         or p.biased
         or p.sinks
         or p.selection
-        or p.mods is not None
         or p.k_shared_dim
         or p.rules.q_offset == "rows"
     ):

@@ -25,7 +25,7 @@ from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .mod_gradients import derivatives_of
-from .mods import put_mods
+from .mods import capturing, depends_on_values, put_mods
 from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import scratch_bytes
@@ -235,7 +235,10 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
         size += items * WORK_ITEM.itemsize + 8 * params.batch + CACHE_LINE
     tables_at, cu_q = [REST.index(name) for name in LAUNCH_TABLES], REST.index("cu_seqlens_q")
 
-    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *rest: Any) -> bool:
+    def go(
+        q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *rest: Any,
+        address: int = address,
+    ) -> bool:  # fmt: skip
         tables = NO_TABLES
         if own_items:
             tables = [0 if (x := rest[i]) is None else x.data_ptr() for i in tables_at]
@@ -271,13 +274,16 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     refer to rows that do not exist.
     """
     p, template = plan.problem, plan.detail
+    if p.mods is not None and (template.params.prefill_amx or depends_on_values(p.mods, t)):
+        return None
     params, kept = make_params(plan, t, template.work_items is None)
     if template.work_items is None:
         if template.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
             return None  # it would need memory for the most items that a call may have
         params.schedule, params.max_items = compiler.function(template.schedule), template.max_work_items
         params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
-    return launcher((params,), template.scratch, kept)
+    go = launcher((params,), template.scratch, kept)
+    return go if p.mods is None else capturing(go, params, t.captured)
 
 
 def check_tables(p: Problem, t: Tensors) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -160,3 +161,24 @@ def work_of(p: Problem) -> float:
     """About how many seconds a call takes on a core."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     return max(2e-11 * rows * p.heads * p.kv_len * (p.head_dim + p.value_dim), 1e-10 * bytes_read(p))
+
+
+def depends_on_values(mods: Mods, t: Tensors) -> bool:
+    """Whether what is set for a call depends on values in its tensors."""
+    return may_hide(mods) or any(not x.numel() for x in t.captured)
+
+
+def capturing(go: Callable[..., bool], params: Params, captured: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    """A launcher that takes captured tensors, too, as the last argument."""
+    table = table_of(captured)
+    at = [sum(1 + 2 * x.ndim for x in captured[:n]) for n in range(len(captured))]
+
+    def launch(*tensors: Any) -> bool:
+        own, words = Params.from_buffer_copy(params), type(table).from_buffer_copy(table)
+        for place, x in zip(at, tensors[-1], strict=True):
+            words[place] = x.data_ptr()
+        own.captured = ctypes.addressof(words)
+        return go(*tensors[:-1], address=ctypes.addressof(own))
+
+    launch.checks_tables = go.checks_tables  # type: ignore[attr-defined]
+    return launch

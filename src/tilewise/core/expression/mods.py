@@ -109,6 +109,18 @@ def placed(mods: Mods, first_head: int, rows: bool) -> Mods:
     return mods_of(to_text((None if root is None else rebuilt(root, new) for root in roots), tensors))
 
 
+@lru_cache(maxsize=MOST)
+def with_rows(mods: Mods) -> Mods:
+    """The functions with an element added to the scores of each row: of three more captured tensors, float32
+    `[B, H, Lq]`, the position of the first query of each sequence and the stride of queries, int32 `[B]`.
+    """
+    number, b = len(mods.tensors), source("b")
+    start, stride = (load(number + n, [b], "int") for n in (1, 2))
+    row = load(number, [b, source("h"), make("floordiv", make("sub", source("q"), start), stride)], "float")
+    score = make("add", source("s") if mods.score is None else mods.score, row)
+    return mods_of(to_text((score, mods.mask), [*mods.tensors, ("float32", 3), ("int32", 1), ("int32", 1)]))
+
+
 class Bound(NamedTuple):
     """The functions of a call as its options hold them once they are traced: what `score_mod=` becomes."""
 

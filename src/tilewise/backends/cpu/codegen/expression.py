@@ -39,11 +39,13 @@ def constant(x: Value, value: Any) -> ir.Constant:
 class Printer:
     """Prints nodes at the current position. `table`: the address of the captured tensors' entries (`mods.py`);
     `tensors`: dtype and rank of each; `lanes`: the index whose neighbours are in neighbouring lanes, `q` or `k`;
-    `wide`: whether offsets in captured tensors take 64 bits.
+    `wide`: whether offsets in captured tensors take 64 bits; `exact`: see `exact_nodes`.
     """
 
-    def __init__(self, e: Emit, table: Value, tensors: Sequence[tuple[str, int]], lanes: str, wide: bool) -> None:
-        self.e, self.tensors, self.lanes, self.wide = e, tensors, lanes, wide
+    def __init__(
+        self, e: Emit, table: Value, tensors: Sequence[tuple[str, int]], lanes: str, wide: bool, exact: frozenset[Node]
+    ) -> None:
+        self.e, self.tensors, self.lanes, self.wide, self.exact = e, tensors, lanes, wide, exact
         self.offset = I64 if wide else I32
         self.values: dict[Node, Value] = {}
         # Read before any loop: the compiler must assume that stores change them.
@@ -110,6 +112,8 @@ class Printer:
             return self._divide(op, x, args[1], divisor.value if divisor.op == "const" else 0)
         if op in ("and", "or", "xor"):
             return {"and": b.and_, "or": b.or_, "xor": b.xor}[op](*args)
+        if op == "div" and node not in self.exact and (factor := reciprocal(list(node.children)[1])) is not None:
+            return b.fmul(x, constant(x, factor))  # a vector division takes 10 cycles
         return (self._of_floats if node.kind == "float" else self._of_ints)(op, args)
 
     def _compare(self, op: str, kind: str, x: Value, y: Value) -> Value:
@@ -253,6 +257,19 @@ class Printer:
         if dtype in ("float32", "int32"):
             return x
         return b.zext(x, kind) if dtype == "uint8" else b.sext(x, kind)
+
+
+STEPS = ("int", "floor", "ceil", *COMPARE, "load")  # of which a last digit may change all
+
+
+def exact_nodes(roots: Sequence[Node]) -> frozenset[Node]:
+    """Nodes of which a last digit matters: what steps depend on."""
+    return frozenset(in_order(*(y for x in in_order(*roots) if x.op in STEPS for y in x.children)))
+
+
+def reciprocal(x: Node) -> float | None:
+    """That of a constant, if it is far from overflow; else None."""
+    return 1 / x.value if x.op == "const" and 2.0**-100 < abs(x.value) < 2.0**100 else None
 
 
 BYTES_OF = {str(element): BYTES[name] for name, element in STORED.items()}
