@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import autograd, ops
+from . import autograd, differentiation, ops
 from .core import cost, keywords
 from .core.arrays import returner
 from .core.eager import eager_function
@@ -321,7 +321,8 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
 
     1. A repeated call is in the call cache: it is launched without validation and planning.
     2. Traced code, or tensors without memory: the call becomes a torch operator (`ops.py`).
-    3. Inputs that require grad: a `torch.autograd.Function` calls the entry point again (`autograd.py`).
+    3. Inputs that require grad, or have tangents of forward mode: a `torch.autograd.Function` calls the entry point
+       again (`differentiation.py`).
     4. Any other call is validated, planned, run and put into the call cache.
 
     `check` is the entry point's function in `validation/calls.py`. `options` are those that were given.
@@ -344,12 +345,15 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         keywords.refuse(unknown, NAMES[name], f"tilewise.{name}")
     as_operator = traced or ops.needs_operator((*args, *options.values()))
     has_gradients = name in autograd.TABLES and not as_operator
-    needs_grad = has_gradients and autograd.needed({**dict(zip("qkv", args, strict=False)), **options})
+    needs_grad = has_gradients and (
+        autograd.needed({**dict(zip("qkv", args, strict=False)), **options})
+        or differentiation.any_tangent((*args[:3], *options.values()))
+    )
     if as_operator or needs_grad:
         if options.get("k_shared") is not None:  # only some kernels take it beside k; operators and gradients do not
             args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
         if needs_grad:
-            return autograd.call(name, args, options)
+            return differentiation.call(name, args, options)
         if not traced and meta.is_meta(args[0]):
             _check_meta(name, check, args, options)
         return ops.call(name, args, options)

@@ -1,14 +1,13 @@
-"""Gradients: `attention_backward`, and the entry points for inputs that require them.
+"""Derivatives of a call that has run: `attention_backward`, and what `differentiation.py` makes torch call.
 
-A call whose inputs require grad is a `torch.autograd.Function` that calls the same entry point with `return_lse`. It
-saves the inputs, `out` and `lse`, and nothing of size Lq * Lk.
+All are computed from the inputs, `out` and `lse`, and nothing of size Lq * Lk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,16 +16,17 @@ from .core.arrays import returner, to_tensor
 from .core.expression.mods import Bound, bind
 from .core.options import Options
 from .core.plan import Plan
-from .core.private.torch import is_batched, is_legacy_batched
 from .core.problem import CAPTURED, GRADS, Problem, captured_number
-from .core.tensors import BackwardTensors
+from .core.tensors import BackwardTensors, TangentTensors, Tensors
 from .core.tracing import is_traced
 from .dispatch import activity, backward_cache, call_cache, planner
-from .errors import InvalidArgument, Unsupported, no_double_backward
-from .quantised import Quantised
-from .state import AttentionState
+from .errors import InvalidArgument, Unsupported
 from .validation import calls, memory, meta
-from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
+from .validation.backward import BackwardCall, backward, check_grads, in_layout, is_deterministic
+from .validation.calls import Call
+
+if TYPE_CHECKING:
+    from .differentiation import CallOptions, Results
 
 # The entry points that have gradients, and the tables that they take after q, k and v
 TABLES: dict[str, tuple[str, ...]] = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
@@ -143,28 +143,37 @@ def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, option
 def _checked(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, grads: Any, options: dict[str, Any]
 ) -> BackwardCall:
+    call, o = _checked_forward(q, k, v, out, options)
+    return backward(call, o, lse, dout, dlse, grads)
+
+
+def _checked_forward(q: Any, k: Any, v: Any, out: Any, options: dict[str, Any]) -> tuple[Call, Options]:
+    """The forward call whose derivative is computed. Without an `out` that it gave, new memory for `out` and `lse`."""
     options = dict(options)
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
+    o = Options(**options, out=None if out is None else _as_read(out, q, k, v, options), return_lse=out is None)
+    if (cu_q is None) is not (cu_k is None):
+        name = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
+        raise InvalidArgument(name, "given alone", "cu_seqlens_q with cu_seqlens_k")
+    if cu_q is not None:
+        return calls.varlen(q, k, v, cu_q, cu_k, o), o
+    if o.max_q is not None or o.max_k is not None:
+        raise InvalidArgument(
+            "max_q or max_k", "a length", "None", "it goes with cu_seqlens_q and cu_seqlens_k, which are not given"
+        )
+    return calls.dense(q, k, v, o), o
+
+
+def _as_read(out: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
+    """`out` as the checks of a tensor to write to take it. It is only read: it may lie among the inputs."""
     out = to_tensor("out", out).detach()
     out = out.contiguous() if out.ndim and out.stride(-1) != 1 else out
     captured = options["score_mod"].tensors if options.get("score_mod") is not None else ()
     tensors = [x for x in (q, k, v, *options.values(), *captured) if isinstance(x, torch.Tensor)]
     strided = [x for x in tensors if x.layout is torch.strided and not x.is_nested]
     if memory.overlaps_itself(out) or any(memory.overlap(out, x) for x in strided):
-        out = out.clone(memory_format=torch.contiguous_format)  # it is only read: it may lie among the inputs
-    o = Options(**options, out=out)
-    if (cu_q is None) is not (cu_k is None):
-        name = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
-        raise InvalidArgument(name, "given alone", "cu_seqlens_q with cu_seqlens_k")
-    if cu_q is not None:
-        call = calls.varlen(q, k, v, cu_q, cu_k, o)
-    elif o.max_q is not None or o.max_k is not None:
-        raise InvalidArgument(
-            "max_q or max_k", "a length", "None", "it goes with cu_seqlens_q and cu_seqlens_k, which are not given"
-        )
-    else:
-        call = calls.dense(q, k, v, o)
-    return backward(call, o, lse, dout, dlse, grads)
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out
 
 
 def _results(call: BackwardCall, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -228,104 +237,14 @@ def _preferred(problem: Problem, backend: str | None) -> str | None:
     return backend if backend is not None and planner.supports(backend, problem) is None else None
 
 
-def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Calls an entry point by name as a `torch.autograd.Function`. `options` are those that were given."""
-    q, k, v, *tables = args
-    return_lse = options.pop("return_lse", False)
-    if options.pop("out", None) is not None:
-        remedy = "leave out= out, or call under torch.no_grad()"
-        raise InvalidArgument("out", "a tensor to write to in a call that needs gradients", "None", remedy)
-    for which, x in (("k", k), ("v", v)):
-        if isinstance(x, Quantised):
-            remedy = f"call under torch.no_grad(), or hand in {which}.dequantise()"
-            raise InvalidArgument(which, "Quantised in a call that needs gradients", "a float tensor", remedy)
-    options |= dict(zip(TABLES[name], tables, strict=True))
-    tensor_options = {which: x for which, x in options.items() if isinstance(x, torch.Tensor)}
-    scalar_options = {which: x for which, x in options.items() if which not in tensor_options}
-    if (bound := options.get("score_mod")) is not None:
-        scalar_options["score_mod"] = bound.mods
-        tensor_options |= {f"{CAPTURED}{number}": x for number, x in enumerate(bound.tensors)}
-    q, k, v = (to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
-    out, lse = _Attention.apply(name, scalar_options, tuple(tensor_options), q, k, v, *tensor_options.values())
-    return AttentionState(out, lse) if return_lse else out
-
-
-class BackwardOptions(NamedTuple):
-    """What a backward pass takes beside q, k, v, `out`, `lse`, their gradients and the tensors among its options."""
-
-    options: dict[str, Any]  # those that are no tensors, and perhaps some that are
-    tensor_names: tuple[str, ...]  # of the options that are passed as tensors
-    grads: tuple[str, ...]
-
-
-class _Attention(torch.autograd.Function):
-    """An entry point and its backward pass; `tensor_names` are the names of the options that are tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str,
-        options: dict[str, Any],
-        tensor_names: tuple[str, ...],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from . import api  # it imports this module
-
-        all_options = _with_tensors(options, tensor_names, tensors)
-        tables = [all_options.pop(table) for table in TABLES[name]]
-        out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **all_options)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.options, ctx.tensor_names = options, tensor_names
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        names = ("q", "k", "v", *ctx.tensor_names)
-        requested = tuple(name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed)
-        if dout is None and dlse is None:
-            return (None,) * len(ctx.needs_input_grad)
-        _refuse_batches(dout, dlse)
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
-        o = BackwardOptions(options, ctx.tensor_names, requested)
-        compute = _Gradients.apply if torch.is_grad_enabled() else gradients  # grad mode: create_graph=True
-        by_name = dict(zip(requested, compute(o, q, k, v, out, lse, dout, dlse, *tensors), strict=True))
-        return (None, None, None, *(by_name.get(name) for name in names))
-
-
-def _refuse_batches(*incoming: torch.Tensor | None) -> None:
-    """Refuses batched gradients (`is_grads_batched`), which torch passes as one tensor without memory."""
-    for x in incoming:
-        if x is not None and (is_batched(x) or is_legacy_batched(x)):
-            remedy = "leave out is_grads_batched=True or vectorize=True: one backward pass for each gradient"
-            raise InvalidArgument("gradient of out or lse", "a batch of gradients", "one gradient", remedy)
-
-
-class _Gradients(torch.autograd.Function):
-    """A backward pass under `create_graph=True`: its own backward raises, since there is no double backward."""
-
-    @staticmethod
-    def forward(ctx: Any, o: BackwardOptions, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        return gradients(o, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise no_double_backward()
-
-
 def gradients(
-    o: BackwardOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any
-) -> tuple[torch.Tensor, ...]:
+    o: CallOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any
+) -> Results:
     """The backward pass of a call that has run: by the call's backend if that has one, else by the best. The gradients
     are in the order of `o.grads`.
     """
     arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    arguments |= _with_tensors(o.options, o.tensor_names, tensors)
+    arguments |= o.with_tensors(tensors)
     with torch.no_grad():
         key = backward_cache.key_of(arguments, o.grads)
         if (cached := call_cache.find(key)) is not None:
@@ -339,17 +258,67 @@ def gradients(
         return tuple(by_name[name] for name in o.grads)
 
 
-def _with_tensors(options: dict[str, Any], names: tuple[str, ...], tensors: Sequence[Any]) -> dict[str, Any]:
-    """The options with those that are tensors, and with the tensors that functions capture."""
-    merged = options | {
-        name: _plain(x) for name, x in zip(names, tensors, strict=True) if captured_number(name) is None
+def tangent(o: CallOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> Results:
+    """The derivatives of `out` and `lse` where the inputs `o.moved` move by the last of `more`; before those come the
+    call's tensors.
+    """
+    tensors, tangents = _split(o, more)
+    with torch.no_grad():
+        options = {name: x for name, x in o.with_tensors(tensors).items() if name not in ARGUMENTS}
+        call, _ = _checked_forward(q, k, v, out, options)
+        call.tensors.lse = in_layout(lse, call.problem.packed_q, options.get("layout", "bhld"), common=True)
+        moved, found = _tangents(o, (q, k, v), options, tangents)
+        assert found.lse is not None
+        assert found.tensors.lse is not None
+        plan, run = planner.derivatives(call.problem, "run_tangent")
+        run(plan, call.tensors, TangentTensors(moved, found.tensors.out, found.tensors.lse))
+        activity.ran(plan)
+        return found.out, found.lse
+
+
+def second_order(
+    o: CallOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, moved_out: Any, moved_lse: Any,
+    *more: Any,
+) -> Results:  # fmt: skip
+    """The gradients `o.grads` of <dout, moved_out> + <dlse, moved_lse>, what `tangent` gave for the same direction."""
+    tensors, tangents = _split(o, more)
+    arguments = {"q": q, "k": k, "v": v} | o.with_tensors(tensors)
+    with torch.no_grad():
+        options = {name: x for name, x in arguments.items() if name not in ARGUMENTS}
+        call = _checked(q, k, v, out, lse, dout, dlse, o.grads, options)
+        moved, _ = _tangents(o, (q, k, v), options, tangents)
+        plan, run = planner.derivatives(call.problem, "run_second_order")
+        layout = call.problem.packed_q, call.layout
+        run(
+            plan,
+            call.tensors,
+            TangentTensors(moved, *(in_layout(x, *layout, common=True) for x in (moved_out, moved_lse))),
+        )
+        activity.ran(plan)
+        by_name = _results(call, arguments)
+        return tuple(by_name[name] for name in o.grads)
+
+
+def _split(o: CallOptions, more: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
+    """The call's tensors, and the tangents by name."""
+    count = len(o.tensor_names)
+    return more[:count], dict(zip(o.moved, more[count:], strict=True))
+
+
+def _tangents(
+    o: CallOptions, inputs: tuple[Any, Any, Any], options: dict[str, Any], tangents: dict[str, torch.Tensor]
+) -> tuple[Tensors, Call]:
+    """Tangents in the common form, and a checked call of them. They have the shapes and dtypes of the inputs, so they
+    are brought into that form as those are.
+    """
+    q, k, v = (tangents.get(name, x) for name, x in zip("qkv", inputs, strict=True))
+    others = options | {name: x for name, x in tangents.items() if name in options} | {"tile_map": None}
+    call, _ = _checked_forward(q, k, v, None, others)
+    names = [name for name in tangents if captured_number(name) is None]
+    fields: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out")) | {
+        name: getattr(call.tensors, name) for name in names
     }
-    if options.get("score_mod") is not None:
-        captured = [_plain(x) for name, x in zip(names, tensors, strict=True) if captured_number(name) is not None]
-        merged["score_mod"] = Bound(options["score_mod"], tuple(captured))
-    return merged
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """A parameter as a plain tensor: the call cache takes no other type."""
-    return x.detach() if type(x) is torch.nn.Parameter else x
+    captured: tuple[Any, ...] = ()
+    if (bound := options.get("score_mod")) is not None:
+        captured = tuple(tangents.get(f"{CAPTURED}{number}") for number in range(len(bound.tensors)))
+    return Tensors(**fields, captured=captured), call

@@ -43,5 +43,5 @@ class CacheFull(RuntimeError):
 
 
 def no_double_backward() -> Unsupported:
-    remedy = "leave out create_graph=True, or take torch's own attention (its math backend) there"
-    return Unsupported("any", "there are no gradients of gradients (double backward)", remedy)
+    remedy = "leave out create_graph=True, or call tilewise.attention on gathered tensors"
+    return Unsupported("any", "over several ranks there are no gradients of gradients (double backward)", remedy)

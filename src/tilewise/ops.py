@@ -5,31 +5,42 @@
 points of `api.py` call these while torch traces (`tracing.py`), and for tensors without memory. Operators are opaque to
 a compiler, which knows the shapes of their outputs only.
 
-If a gradient is needed, the `_lse` operator runs; its backward pass is the operator `attention_backward`.
+If a derivative is needed, the `_lse` operator runs; `attention_backward`, `attention_tangent` (forward mode) and
+`attention_second_order` (the gradients of both) are operators too; `differentiation.py` says how they refer to each
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
-from . import autograd
+from . import autograd, differentiation
 from .core import storage
 from .core.arrays import returner, to_tensor
 from .core.expression.mods import Bound, mods_of
 from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_flag, as_split_size, as_window, to_int
-from .core.private.torch import DispatchKey, DispatchKeySet, after_autograd, any_requires_grad, transforms_active
+from .core.private.torch import (
+    DispatchKey,
+    DispatchKeySet,
+    after_autograd,
+    any_requires_grad,
+    forward_enabled_again,
+    in_forward_mode,
+)
 from .core.problem import CAPTURED, GRADS
 from .core.tracing import is_wrapper
+from .differentiation import CallOptions
 from .dispatch import planner
-from .errors import InvalidArgument, no_double_backward
+from .errors import InvalidArgument
 from .quantised import Quantised
 from .state import AttentionState
+from .vmap import batched
 
 # The window is `left` and `right`. Quantised K and V are three arguments: data, scales and "dtype/group". Tensors are
 # positional, since torch differentiates by no others. Inductor's graphs on disk call by position and outlive an update:
@@ -63,10 +74,29 @@ SIZES = {
 }
 # What an operator takes before the star, in order.
 NAMES = {name: ("q", "k", "v", *TABLES[name], *OPTIONAL_TENSORS[name]) for name in TABLES}
-# What the backward operator takes after q, k and v, in order.
-BACKWARD_REQUIRED = ("out", "lse", "dout")
 BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
-BACKWARD = (*BACKWARD_REQUIRED, "dlse", *BACKWARD_OPTIONS)
+
+
+class Derivative(NamedTuple):
+    """The operator of a derivative: what it takes before the options that are tensors, and after them."""
+
+    name: str
+    given: tuple[str, ...]
+    asked: tuple[str, ...]
+
+
+# By the names of the functions in `autograd.py`.
+DERIVATIVES = {
+    "gradients": Derivative("attention_backward", ("out", "lse", "dout", "dlse"), ("grads",)),
+    "tangent": Derivative("attention_tangent", ("out", "lse"), ("tangents", "moved")),
+    "second_order": Derivative(
+        "attention_second_order",
+        ("out", "lse", "dout", "dlse", "moved_out", "moved_lse"),
+        ("tangents", "moved", "grads"),
+    ),
+}
+# What each of these operators takes before the star, in order.
+ARGUMENTS = {name: ("q", "k", "v", *given, *BACKWARD_OPTIONS, *asked) for name, given, asked in DERIVATIVES.values()}
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 PLAIN = {DispatchKeySet(getattr(DispatchKey, device)).raw_repr() for device in DEVICES}
 
@@ -88,19 +118,19 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Calls an entry point as an operator. `options` are those that were given; the dict is changed."""
     if is_compiling():
         return traced(name, *args, **options)
-    if transforms_active() and torch.is_grad_enabled():
-        for which, x in {**dict(zip("qkv", args, strict=False)), **options}.items():
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                remedy = "take torch.autograd.grad or .backward(), without torch.func around the call"
-                raise InvalidArgument(which, "a tensor that requires grad in torch.func", "one that does not", remedy)
     back = returner(args[0])
     names = ("q", "k", "v", *TABLES[name])
-    args = tuple(x if isinstance(x, Quantised) else to_tensor(n, x) for n, x in zip(names, args, strict=True))
+    moving = name in autograd.TABLES and in_forward_mode()  # `to_tensor` refuses tangents
+
+    def tensor(n: str, x: Any) -> Any:
+        return x if isinstance(x, Quantised) or (moving and isinstance(x, torch.Tensor)) else to_tensor(n, x)
+
+    args = tuple(tensor(n, x) for n, x in zip(names, args, strict=True))
     for option in BY_ROW:
         options[option] = to_int(options.get(option))
     for option in TENSORS:
         if options.get(option) is not None and not isinstance(options[option], int):
-            options[option] = to_tensor(option, options[option])
+            options[option] = tensor(option, options[option])
     result = traced(name, *args, **options)
     return AttentionState(*map(back, result)) if isinstance(result, AttentionState) else back(result)
 
@@ -136,25 +166,15 @@ def traced(
     return result if lse is None else AttentionState(result, lse)
 
 
-def traced_backward(
-    tensors: tuple[Any, ...],
-    grads: Sequence[str],
-    **options: Any,
-) -> dict[str, torch.Tensor]:
+def traced_backward(tensors: tuple[Any, ...], grads: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
     """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
-    options = _rules(**options)
-    names = _in_order(grads, options.get("score_mod"))
-    tensor_options = [options.pop(name, None) for name in BACKWARD_OPTIONS]
-    gradients = torch.ops.tilewise.attention_backward.default(*tensors, *tensor_options, ",".join(names), **options)
-    return dict(zip(names, gradients, strict=True))
-
-
-def _in_order(grads: Sequence[str], bound: Bound | None) -> list[str]:
-    """The gradients that were asked for by their names in `Problem.grads`."""
+    bound = options.get("score_mod")
     names = [name for name in GRADS if name in grads]
     if "score_mod" in grads and bound is not None:
         names += [f"{CAPTURED}{number}" for number in bound.mods.differentiable]
-    return names
+    options, own = differentiation.split(options)
+    o = CallOptions(options, tuple(own), tuple(names))
+    return dict(zip(names, derivative("gradients", o, *tensors, *own.values()), strict=True))
 
 
 def _rules(
@@ -244,23 +264,14 @@ def _define(name: str) -> None:
     def shapes(*tensors: Any, **options: Any) -> torch.Tensor:
         return _shapes(*tensors, **options)[0]
 
-    def with_gradients(keys: Any, *tensors: Any, **options: Any) -> torch.Tensor:
-        if torch.is_grad_enabled() and any_requires_grad(*tensors):
-            return with_lse(*tensors, **options)[0]
-        below = keys & after_autograd
-        if below.raw_repr() in PLAIN:  # no mode or transform below: call the kernel without dispatching
-            return run(*tensors, **options)
-        return plain.redispatch(below, *tensors, **options)
-
     required = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
     optional = ", ".join(f"Tensor? {x}=None" for x in OPTIONAL_TENSORS[name])
     schema = f"({required}, {optional}, *, {SIZES[name]}, {OPTIONS})"
     _add(name, f"{schema} -> Tensor", run, shapes)
     _add(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
-    plain, with_lse = (getattr(torch.ops.tilewise, x).default for x in (name, f"{name}_lse"))
-    _library.impl(name, with_gradients, "Autograd", with_keyset=True)
-    setup, backward = partial(_keep, name), partial(_backward, NAMES[name])
-    torch.library.register_autograd(f"tilewise::{name}_lse", backward, setup_context=setup, lib=_library)
+    describe = partial(_describe_call, name)
+    _differentiate(name, run, describe, lambda results: results[0])
+    _differentiate(f"{name}_lse", run_lse, describe, tuple)
 
 
 def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -270,21 +281,50 @@ def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[...,
     torch.library.register_fake(f"tilewise::{name}", fake, lib=_library)
 
 
-# Gradients
+# Derivatives
 
 
-def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """Saves what the backward pass of an operator needs: its tensors, `out` and `lse`."""
+def _differentiate(
+    name: str,
+    kernel: Callable[..., Any],
+    describe: Callable[..., tuple[str, tuple[Any, ...]]],
+    form: Callable[..., Any],
+) -> None:
+    """Makes torch differentiate an operator, in any mode or transform: `describe` gives the function of
+    `differentiation.py` and its arguments, `form` the operator's result by the function's.
+    """
+    operator = getattr(torch.ops.tilewise, name).default
+    with_lse = getattr(torch.ops.tilewise, f"{name}_lse").default if name in NAMES else operator
+
+    def dispatch(keys: Any, *args: Any, **options: Any) -> Any:
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, torch.Tensor)]
+        below = keys & after_autograd
+        if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or differentiation.any_tangent(tensors):
+            which, given = describe(args, options)
+            forward = partial(with_lse.redispatch, below, *args, **options)
+            return form(differentiation.apply_below(which, forward, *given))
+        if below.raw_repr() in PLAIN:  # no mode or transform below: call the kernel without dispatching
+            return kernel(*args, **options)
+        if not in_forward_mode(enabled=False):
+            return operator.redispatch(below, *args, **options)
+        with forward_enabled_again(True):  # off in a function's jvp, but not for transforms around it
+            return operator.redispatch(below, *args, **options)
+
+    _library.impl(name, dispatch, "Autograd", with_keyset=True)
+    names = NAMES.get(name.removesuffix("_lse")) or ARGUMENTS[name]
+    torch.library.register_vmap(f"tilewise::{name}", partial(batched, operator, names), lib=_library)
+
+
+def _describe_call(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """An entry point that torch differentiates, by the arguments of its operator."""
     if name == "paged_attention":
         raise _no_gradients("paged")
-    options = dict(keyword_only_inputs)
-    stored = options.pop("k_stored"), options.pop("v_stored")
-    if stored != (None, None):
+    arguments = _arguments(NAMES[name], tensors, options)
+    if arguments.pop("k_stored", None) is not None or arguments.pop("v_stored", None) is not None:
         raise _no_gradients("quantised")
-    options.pop("split_size")
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
+    args = [arguments.pop(which) for which in "qkv"]
+    others, own = differentiation.split(arguments)
+    return name, (CallOptions(others, tuple(own)), *args, *own.values())
 
 
 def _no_gradients(what: str) -> InvalidArgument:
@@ -292,50 +332,64 @@ def _no_gradients(what: str) -> InvalidArgument:
     return InvalidArgument("q, k or v", "a tensor that requires grad", f"none: {what} keys have no gradients", remedy)
 
 
-def _backward(names: tuple[str, ...], ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    # torch has no entries for trailing arguments that were left out.
-    needed = dict(zip(names, ctx.needs_input_grad, strict=False))
-    if dout is None and dlse is None:
-        return (None,) * len(needed)
-    *inputs, out, lse = ctx.saved_tensors
-    grads = [name for name in (*GRADS, *CAPTURES) if needed.get(name)]
-    tensors = dict(zip(names, inputs, strict=True)) | {"out": out, "lse": lse, "dlse": dlse}
-    tensors["dout"] = torch.zeros_like(out) if dout is None else dout
-    gradients = torch.ops.tilewise.attention_backward.default(
-        *(tensors.get(name) for name in ("q", "k", "v", *BACKWARD)), ",".join(grads), **ctx.options
-    )
-    by_name = dict(zip(grads, gradients, strict=True))
-    return tuple(by_name.get(name) for name in needed)
+def derivative(which: str, o: CallOptions, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    """Calls the operator of a derivative; arguments and results as those of the function in `autograd.py`."""
+    own = ("q", "k", "v", *DERIVATIVES[which].given)
+    given, rest = tensors[: len(own)], tensors[len(own) :]
+    count = len(o.tensor_names)
+    options = _rules(**o.with_tensors(rest[:count]) | {"tile_map": None})  # the result is the same without
+    arguments = dict(zip(own, given, strict=True))
+    arguments |= {name: options.pop(name, None) for name in BACKWARD_OPTIONS}
+    names = [name for name in (*GRADS, *CAPTURES) if name in o.grads]
+    arguments |= {"tangents": list(rest[count:]), "moved": ",".join(o.moved), "grads": ",".join(names)}
+    operator = getattr(torch.ops.tilewise, DERIVATIVES[which].name).default
+    results = operator(*(arguments[name] for name in ARGUMENTS[DERIVATIVES[which].name]), **options)
+    if which == "tangent":
+        return tuple(results)
+    by_name = dict(zip(names, results, strict=True))
+    return tuple(by_name[name] for name in o.grads)
 
 
-def _run_backward(*tensors: Any, **options: Any) -> list[torch.Tensor]:
-    arguments = _arguments(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
-    grads = tuple(arguments.pop("grads").split(","))
-    inputs = [arguments.pop(name, None) for name in ("q", "k", "v", *BACKWARD_REQUIRED, "dlse")]
-    names: tuple[str, ...] = ()
-    captured: tuple[torch.Tensor, ...] = ()
-    if (bound := arguments.get("score_mod")) is not None:
-        names, captured, arguments["score_mod"] = CAPTURES[: len(bound.tensors)], bound.tensors, bound.mods
-    return list(autograd.gradients(autograd.BackwardOptions(arguments, names, grads), *inputs, *captured))
+def _described(name: str, own: tuple[str, ...], args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The other way: `CallOptions` and tensors by the arguments of the operator of a derivative."""
+    arguments = _arguments(ARGUMENTS[name], args, options)
+    grads, moved = (tuple(x.split(",")) if (x := arguments.pop(y, "")) else () for y in ("grads", "moved"))
+    tangents = arguments.pop("tangents", [])
+    given = [arguments.pop(which, None) for which in ("q", "k", "v", *own)]
+    options, tensors = differentiation.split(arguments)
+    return CallOptions(options, tuple(tensors), grads, moved), *given, *tensors.values(), *tangents
 
 
-def _backward_shapes(q: Any, k: Any, v: Any, *tensors: Any, **_: Any) -> list[torch.Tensor]:
-    arguments = {"q": q, "k": k, "v": v} | dict(zip((*BACKWARD, "grads"), tensors, strict=True))
-    inputs = [arguments[name] for name in arguments["grads"].split(",")]
-    return [torch.empty(x.shape, dtype=x.dtype, device=q.device) for x in inputs]
+def _gradient_shapes(name: str, *args: Any, **_: Any) -> list[torch.Tensor]:
+    arguments = dict(zip(ARGUMENTS[name], args, strict=True))
+    inputs = [arguments[which] for which in arguments["grads"].split(",")]
+    return [torch.empty(x.shape, dtype=x.dtype, device=arguments["q"].device) for x in inputs]
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise no_double_backward()
+def _tangent_shapes(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
 
 
-def _define_backward() -> None:
-    required = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD_REQUIRED))
-    optional = ", ".join(f"Tensor? {x}" for x in ("dlse", *BACKWARD_OPTIONS))
+def _define_derivative(which: str) -> None:
+    name, own, more = DERIVATIVES[which]
+    required = ", ".join(f"Tensor{'?' * (x == 'dlse')} {x}" for x in ("q", "k", "v", *own))
+    optional = ", ".join(f"Tensor? {x}" for x in BACKWARD_OPTIONS)
+    asked = ", ".join(f"{'Tensor[]' if x == 'tangents' else 'str'} {x}" for x in more)
     sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
-    schema = f"({required}, {optional}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
-    _add("attention_backward", schema, _run_backward, _backward_shapes)
-    torch.library.register_autograd("tilewise::attention_backward", _no_double_backward, lib=_library)
+    result = "(Tensor, Tensor)" if which == "tangent" else "Tensor[]"
+    schema = f"({required}, {optional}, {asked}, *, {sizes}, {RULES}) -> {result}"
+    form = tuple if which == "tangent" else list
+
+    def run(*args: Any, **options: Any) -> Any:
+        return form(getattr(autograd, which)(*_described(name, own, args, options)))
+
+    def describe(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+        return which, _described(name, own, args, options)
+
+    _add(name, schema, run, _tangent_shapes if which == "tangent" else partial(_gradient_shapes, name))
+    _differentiate(name, run, describe, form)
 
 
 # New rows of caches
@@ -381,5 +435,6 @@ def _define_write() -> None:
 
 for _name in TABLES:
     _define(_name)
-_define_backward()
+for _which in DERIVATIVES:
+    _define_derivative(_which)
 _define_write()

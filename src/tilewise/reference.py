@@ -192,28 +192,63 @@ def gradients(
 
     `tensors.out` and `tensors.lse` are not read: the forward pass is evaluated again.
     """
-    held = {
-        name: getattr(tensors, name) if (number := captured_number(name)) is None else tensors.captured[number]
-        for name in problem.grads
-    }
-    if problem.mask is not None and "mask" in held:
-        held["mask"] = held["mask"][tuple(slice(0, 1) if one else slice(None) for one in problem.mask.broadcast)]
     with torch.enable_grad():
-        leaves = {name: x.detach().to(compute, copy=True).requires_grad_() for name, x in held.items()}
-        given: dict[str, Any] = dict(leaves)
-        if "mask" in given:
-            given["mask"] = given["mask"].expand(tensors.mask.shape)  # type: ignore[union-attr]
-        captured = tuple(given.pop(f"{CAPTURED}{n}", x) for n, x in enumerate(tensors.captured))
-        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for seq in sequences(problem, replace(tensors, captured=captured, **given)):
-            rows = slice(seq.q_start, seq.q_start + seq.q_len)
-            result = attend(seq, compute)
-            outputs.append((result.out, dout[seq.row, :, rows].to(compute)))
-            if dlse is not None:
-                outputs.append((result.lse, dlse[seq.row, :, rows].to(compute)))
-        reached = [pair for pair in outputs if pair[0].requires_grad]  # lse does not depend on v
+        leaves, outputs = _differentiable(problem, tensors, dlse is not None, problem.grads, compute)
+        pairs = [(x, (dout if x.ndim == 3 else dlse)[at].to(compute)) for x, at in outputs]  # type: ignore[index]
+        reached = [pair for pair in pairs if pair[0].requires_grad]  # lse does not depend on v
         if not reached:
             return {name: torch.zeros_like(x) for name, x in leaves.items()}
         results, incoming = zip(*reached, strict=True)
         found = torch.autograd.grad(results, list(leaves.values()), incoming, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
+
+
+def directional(
+    problem: Problem,
+    tensors: Tensors,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    tangents: dict[str, torch.Tensor],
+    compute: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The derivatives of `out` and `lse` where inputs move by `tangents`, and the gradients in `problem.grads` of
+    <dout, the first> + <dlse, the second>. All in `compute`, in the form of `gradients`.
+    """
+    moved = [torch.zeros(x.shape, dtype=compute, device=x.device) for x in (tensors.out, dlse)]
+    with torch.enable_grad():
+        names = tuple(dict.fromkeys((*problem.grads, *tangents)))
+        leaves, outputs = _differentiable(problem, tensors, True, names, compute)
+        outputs = [(x, at) for x, at in outputs if x.requires_grad]
+        given = [(dout if x.ndim == 3 else dlse)[at].to(compute).requires_grad_() for x, at in outputs]
+        results = [x for x, _ in outputs]
+        grads = torch.autograd.grad(results, list(leaves.values()), given, create_graph=True, materialize_grads=True)
+        by_name = dict(zip(leaves, grads, strict=True))
+        total = torch.stack([(by_name[name] * x.to(compute)).sum() for name, x in tangents.items()]).sum()
+        wanted = [*given, *(leaves[name] for name in problem.grads)]
+        found = torch.autograd.grad(total, wanted, materialize_grads=True)
+    for (x, at), y in zip(outputs, found, strict=False):
+        moved[0 if x.ndim == 3 else 1][at] = y
+    return moved[0], moved[1], dict(zip(problem.grads, found[len(given) :], strict=True))
+
+
+def _differentiable(
+    problem: Problem, tensors: Tensors, lse: bool, names: tuple[str, ...], compute: torch.dtype
+) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, Any]]]:
+    """The inputs as leaves by name, and the outputs of each sequence with where they stand in the call's."""
+    held = {
+        name: getattr(tensors, name) if (number := captured_number(name)) is None else tensors.captured[number]
+        for name in names
+    }
+    if problem.mask is not None and "mask" in held:
+        held["mask"] = held["mask"][tuple(slice(0, 1) if one else slice(None) for one in problem.mask.broadcast)]
+    leaves = {name: x.detach().to(compute, copy=True).requires_grad_() for name, x in held.items()}
+    given: dict[str, Any] = dict(leaves)
+    if "mask" in given:
+        given["mask"] = given["mask"].expand(tensors.mask.shape)  # type: ignore[union-attr]
+    captured = tuple(given.pop(f"{CAPTURED}{n}", x) for n, x in enumerate(tensors.captured))
+    outputs: list[tuple[torch.Tensor, Any]] = []
+    for seq in sequences(problem, replace(tensors, captured=captured, **given)):
+        at = seq.row, slice(None), slice(seq.q_start, seq.q_start + seq.q_len)
+        result = attend(seq, compute)
+        outputs += [(result.out, at)] + [(result.lse, at)] * lse
+    return leaves, outputs

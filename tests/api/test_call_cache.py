@@ -298,9 +298,13 @@ def test_modes_of_torch(name):
         torch.set_num_threads(threads)
     with torch.autograd.forward_ad.dual_level():
         tangent = torch.autograd.forward_ad.make_dual(args[0], torch.ones_like(args[0]))
-        kind, text = outcome(entry, (tangent, *args[1:]), options)
-        assert kind == "InvalidArgument"
-        assert "tangent" in text
+        got = outcome(entry, (tangent, *args[1:]), options)
+        if entry is paged_attention or any(isinstance(x, Quantised) for x in args):
+            kind, text = got
+            assert kind == "InvalidArgument"
+            assert "tangent" in text or "Quantised" in text
+        else:
+            assert got == before
     assert outcome(entry, args, options) == before
 
 

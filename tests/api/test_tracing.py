@@ -283,16 +283,16 @@ def test_negated_tensors(call):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own imports
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_forward_mode_is_refused(call, which):
-    function, first, _ = call
+def test_forward_mode_of_pages_is_refused(which):
+    first = [draw(*shape) for shape in CALLS["paged"][1]]
     with forward_ad.dual_level():
         dual = [forward_ad.make_dual(x, x) if i == which else x for i, x in enumerate(first)]
         with pytest.raises(InvalidArgument, match="forward-mode tangent"):
-            function(*dual)
-        same(function(*first), function(*first))  # without a tangent nothing is lost
+            paged(*dual)
+        same(paged(*first), paged(*first))  # without a tangent nothing is lost
 
     def of_one(x):
-        return tuple(function(*(x if i == which else y for i, y in enumerate(first))))
+        return tuple(paged(*(x if i == which else y for i, y in enumerate(first))))
 
     with pytest.raises(InvalidArgument, match="forward-mode tangent"):
         torch.func.jvp(of_one, (first[which],), (first[which],))
@@ -304,19 +304,6 @@ def test_flags_are_flags_in_traced_code_too(name):
     q = draw(1, 2, 5, 16)
     with pytest.raises(InvalidArgument, match=f"{name}: got 1"):
         make_fx(lambda q: attention(q, q, q, **{name: 1}))(q)
-
-
-def test_forward_mode_of_options_is_refused():
-    q, k, v = (draw(*shape) for shape in CALLS["dense"][1])
-    for name, x in (("mask", draw(5, 9)), ("sinks", draw(4)), ("alibi_slopes", draw(4))):
-        with forward_ad.dual_level(), pytest.raises(InvalidArgument, match=f"^{name}: .*forward-mode"):
-            attention(q, k, v, **{name: forward_ad.make_dual(x, x)})
-
-
-def test_gradient_transforms_are_refused(call):
-    function, first, _ = call
-    with pytest.raises(InvalidArgument, match="requires grad"):
-        torch.func.grad(lambda x: function(x, *first[1:]).out.sum())(first[0])
 
 
 def test_symbolic_trace_is_refused_with_the_remedy():

@@ -94,6 +94,7 @@ def run(document: Path, block: Block, namespace: dict[str, object]) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own imports in forward mode
 @pytest.mark.parametrize("document", [d for d in DOCS if any(b.language == "python" for b in blocks(d))], ids=by_name)
 def test_python_blocks_run_and_print_what_is_shown(document: Path, new_backends: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__docs__"}

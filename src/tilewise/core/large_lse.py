@@ -32,6 +32,11 @@ def _large(lse: torch.Tensor) -> torch.Tensor:
     return lse.isfinite() & (lse.abs() > LARGE)
 
 
+def share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """What weights exp(s - lse) are multiplied by, whose sums are `total`."""
+    return torch.where(_large(lse) & (total > 1), 1 / total, 1.0)
+
+
 def run(
     plan_backward: Callable[[Problem], Plan],
     run_backward: Callable[[Plan, BackwardTensors], None],
@@ -47,7 +52,7 @@ def run(
     total = _sums(plan_backward, run_backward, problem, t)
     if t.sinks is not None:
         total += (t.sinks[:, None] - t.lse).exp()
-    factor = torch.where(_large(t.lse) & (total > 1), 1 / total, 1.0)
+    factor = share(t.lse, total)
     wide = {name: torch.empty_like(x, dtype=_wide(name, x)) for name, x in tensors.gradients().items()}
     dlse = None if tensors.dlse is None else tensors.dlse * factor
     made = replace(tensors, forward=t, dout=tensors.dout.float() * factor[..., None], dlse=dlse, **as_fields(wide))

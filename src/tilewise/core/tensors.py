@@ -87,6 +87,15 @@ class BackwardTensors:
         return {name: x for name, x in found.items() if x is not None} | captured
 
 
+@dataclass(slots=True)
+class TangentTensors:
+    """Forward mode: a direction in the space of inputs, and the derivative of `out` and `lse` in that direction."""
+
+    inputs: Tensors  # in the form of the call's; None where an input does not move, and in all other fields
+    out: torch.Tensor  # as out
+    lse: torch.Tensor  # as lse
+
+
 def as_fields(gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Gradients by their names in `Problem.grads` as fields of `BackwardTensors`."""
     numbers = {captured_number(name): x for name, x in gradients.items()}

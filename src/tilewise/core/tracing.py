@@ -41,5 +41,5 @@ def is_wrapper(x: torch.Tensor) -> bool:
 
 def refuse_tangent(name: str, x: torch.Tensor) -> None:
     if forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        remedy = "tilewise has no forward-mode derivatives: detach it, or take torch's own attention there"
+        remedy = "attention and varlen_attention have forward-mode derivatives: take one of them, or detach it"
         raise InvalidArgument(name, "a tensor with a forward-mode tangent", "one without", remedy)

@@ -15,7 +15,7 @@ from torch import Tensor, get_num_threads, is_grad_enabled
 
 from ..core.expression.mods import Bound
 from ..core.plan import Plan
-from ..core.private.torch import forward_level
+from ..core.private.torch import forward_enabled, forward_level
 from ..core.signatures import UNSET
 from ..core.tensors import FIELDS, INPUTS, TABLES, Tensors
 from ..quantised import Quantised
@@ -53,7 +53,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     for and to hash. (Strides of dims of size 1 do not follow, but nothing uses them.) For GPUs the key says whether all
     addresses are multiples of 16.
     """
-    if forward_level() >= 0:
+    if forward_level() >= 0 and forward_enabled():
         return None
     key = [name, get_num_threads()]
     tensors = [*args]

@@ -19,6 +19,8 @@ A backend is a module of `tilewise.backends` with the functions of `Backend`. It
 - `supports_write(problem)` and `writer(k, v, wrap)`: stores new rows of K and V in caches.
 - `supports_backward`, `plan_backward` and `run_backward`: a backward pass, as in `Backward`; with them perhaps
   `declines_backward(problem)`.
+- `plan_derivatives(problem)`, `run_tangent(plan, tensors, tangents)` and `run_second_order(plan, backward_tensors,
+  tangents)`: forward mode, and the gradients of that, in which double backward consists.
 """
 
 from __future__ import annotations
@@ -282,6 +284,16 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
 def runs_cascades(device: torch.device) -> bool:
     """Whether a backend can run a cascade in one launch."""
     return _first_with("run_cascade", device) is not None
+
+
+def derivatives(problem: Problem, function: str) -> tuple[Plan, Callable[..., None]]:
+    """The plan of a derivative that only some backends have, by the first that does, and its function: `run_tangent`
+    or `run_second_order`.
+    """
+    for name in BACKENDS:
+        if (run := optional(name, function)) is not None:
+            return cast(Any, load(name)).plan_derivatives(problem), run
+    raise Unsupported("any", f"none has {function}", "leave out the derivative")
 
 
 @cache

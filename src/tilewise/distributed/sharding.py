@@ -83,7 +83,7 @@ def _forward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
 
 def _backward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
     *tensors, grads = tensors
-    named = dict(zip(("q", "k", "v", *ops.BACKWARD), tensors, strict=True))
+    named = dict(zip(ops.ARGUMENTS["attention_backward"][:-1], tensors, strict=True))
     strategies: Strategies = []
     for sharding in _shardings(named, options):
         placed = _placed(named, sharding)

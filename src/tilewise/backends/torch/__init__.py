@@ -12,12 +12,14 @@ import torch
 from ...core.plan import Plan
 from ...core.problem import Problem, WriteProblem
 from ...core.tensors import Sequence, Tensors, sequences
-from ...core.tile_map import FULL, MIXED, SKIP
 from .backward import plan_backward as plan_backward
 from .backward import run_backward as run_backward
 from .backward import supports_backward as supports_backward
 from .kv_write import Append
-from .tiles import adjust, no_autocast, span_ends, tile_states, weighted_sum, work_dtype
+from .second_order import run_second_order as run_second_order
+from .tangents import plan_derivatives as plan_derivatives
+from .tangents import run_tangent as run_tangent
+from .tiles import adjust, no_autocast, tile_states, tiles_of_keys, weighted_sum, work_dtype
 
 FEW_ROWS, PART = 16, 32
 DOWNSCALE = 2.0**-32  # of weights, if the sum of large values overflows where their mean does not
@@ -93,22 +95,10 @@ def _normalised(
     l = torch.zeros_like(m)
     acc = torch.zeros(H, n, p.value_dim, dtype=work, device=device)
 
-    # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
-    first, last = span_ends(seq, rows)
-    BK = plan.tile[1]
-    for tile in range(first[0] // BK, -(-last[1] // BK)):
-        cols = slice(tile * BK, min((tile + 1) * BK, seq.kv_len))
-        state = MIXED if states is None else states[tile]
-        if states is not None and state == SKIP:
-            continue
-        chosen = seq.chosen(rows, cols)
-        if chosen is not None and not bool(chosen.any()):
-            continue
-        masked = t.mask is not None and state != FULL
-        inside = last[0] <= cols.start and first[1] >= cols.stop
+    for cols, masked, edge, chosen in tiles_of_keys(seq, rows, plan.tile[1], states):
         k, v = seq.keys_and_values(cols.start, cols.stop, work)  # [Hkv, BK, D]
         s = products(q, k).view(H, n, -1) * p.scale  # [H, BQ, BK]
-        s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
+        s, visible = adjust(seq, s, rows, cols, masked, edge, chosen)
 
         top = torch.maximum(m, s.amax(-1))
         base = torch.where(top == -torch.inf, 0.0, top)  # nothing seen yet: -inf - -inf would be NaN

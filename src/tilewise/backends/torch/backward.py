@@ -160,16 +160,7 @@ class _Rows:
         ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may be NaN under a hidden cell
         if p.mods is not None and p.mods.score is not None:
             ds = self.through_score_mod(ds, given, visible, rows, cols)
-        if b.dmask is not None and p.mask is not None:
-            _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
-        if b.dq_bias is not None:
-            b.dq_bias[seq.row, :, seq.q_start + rows.start : seq.q_start + rows.stop] += ds.sum(-1)
-        if b.dk_bias is not None:
-            own = slice(seq.kv_start + cols.start, seq.kv_start + cols.stop)
-            b.dk_bias[0 if p.form == "varlen" else seq.b, :, own] += ds.sum(-2)
-        if b.dalibi_slopes is not None:
-            qpos, kpos = seq.positions(rows, cols)
-            b.dalibi_slopes[seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))
+        add_biases(b, seq, ds, rows, cols)
         if fading is not None:
             ds = torch.where(visible, ds * fading, 0.0) if visible is not None else ds * fading
         if b.dk is not None:
@@ -189,6 +180,21 @@ class _Rows:
         if mods.by_score is None:
             return ds
         return torch.where(visible, ds * slopes(mods, [mods.by_score], s, own, captured)[0], 0.0)
+
+
+def add_biases(b: BackwardTensors, seq: Sequence, ds: torch.Tensor, rows: slice, cols: slice) -> None:
+    """Adds a tile `[H, BQ, BK]` of gradients by scores to those of the mask, biases and slopes."""
+    p = seq.problem
+    if b.dmask is not None and p.mask is not None:
+        _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
+    if b.dq_bias is not None:
+        b.dq_bias[seq.row, :, seq.q_start + rows.start : seq.q_start + rows.stop] += ds.sum(-1)
+    if b.dk_bias is not None:
+        own = slice(seq.kv_start + cols.start, seq.kv_start + cols.stop)
+        b.dk_bias[0 if p.form == "varlen" else seq.b, :, own] += ds.sum(-2)
+    if b.dalibi_slopes is not None:
+        qpos, kpos = seq.positions(rows, cols)
+        b.dalibi_slopes[seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))
 
 
 def _finite(x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,7 +12,7 @@ from ...core.mask_rules import key_span
 from ...core.mod_tiles import mod_states
 from ...core.plan import Plan
 from ...core.tensors import Sequence, Tensors
-from ...core.tile_map import MIXED, SKIP, TileMap
+from ...core.tile_map import FULL, MIXED, SKIP, TileMap
 
 FEW = 16  # query rows of a head
 
@@ -64,6 +65,26 @@ def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, i
         lo, hi = seq.spans(rows)
         return (int(lo.min()), 0), (seq.kv_len, int(hi.max()))
     return tuple(key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))  # type: ignore[return-value]
+
+
+def tiles_of_keys(
+    seq: Sequence, rows: slice, BK: int, states: list[int] | None
+) -> Iterator[tuple[slice, bool, bool, torch.Tensor | None]]:
+    """The tiles of keys that these rows may see: their keys, whether the mask is read, whether position rules may hide
+    a cell, and the cells selected by indices.
+    """
+    # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
+    first, last = span_ends(seq, rows)
+    for tile in range(first[0] // BK, -(-last[1] // BK)):
+        cols = slice(tile * BK, min((tile + 1) * BK, seq.kv_len))
+        state = MIXED if states is None else states[tile]
+        if state == SKIP:
+            continue
+        chosen = seq.chosen(rows, cols)
+        if chosen is not None and not bool(chosen.any()):
+            continue
+        inside = last[0] <= cols.start and first[1] >= cols.stop
+        yield cols, seq.tensors.mask is not None and state != FULL, not inside, chosen
 
 
 def adjust(

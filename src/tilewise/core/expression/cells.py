@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .evaluate import clamped, evaluate
+from .evaluate import clamped, evaluate, gather
 from .mods import Mods
 from .node import Node
 
@@ -38,6 +38,23 @@ def modified(mods: Mods, s: Tensor, cells: Cells, captured: tuple[Tensor, ...]) 
 def slopes(mods: Mods, nodes: list[Node], s: Tensor, cells: Cells, captured: tuple[Tensor, ...]) -> list[Tensor]:
     """Derivatives of score_mod, as `Mods.by_score` and `Mods.by_loads` have them, in the dtype of `s`."""
     return evaluate(nodes, cells | {"s": s}, captured, s.dtype)
+
+
+def moved(
+    mods: Mods, s: Tensor, ds: Tensor, cells: Cells, captured: tuple[Tensor, ...], dcaptured: tuple[Tensor | None, ...]
+) -> Tensor:
+    """The tangents of what score_mod makes of scores `s`, whose tangents are `ds`; those of captured tensors are
+    `dcaptured`, None where they do not move.
+    """
+    loads = {x: d for x, d in mods.by_loads.items() if dcaptured and dcaptured[int(x.args[0])] is not None}  # type: ignore[arg-type]
+    if mods.by_score is None and not loads:
+        return ds
+    own = cells | {"s": s}
+    total = ds if mods.by_score is None else ds * evaluate([mods.by_score], own, captured, s.dtype)[0]
+    for load, derivative in loads.items():
+        slope, *places = evaluate([derivative, *load.children], own, captured, s.dtype)
+        total = total + slope * gather(dcaptured[int(load.args[0])], places, s.dtype)  # type: ignore[arg-type]
+    return total
 
 
 def add_captured(

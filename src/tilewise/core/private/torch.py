@@ -23,15 +23,16 @@ SEEN = {
     },
     "torch.Tensor": {ALL: "_make_wrapper_subclass _version"},
     "torch.UntypedStorage": {ALL: "_cdata"},
-    "torch.autograd.forward_ad": {ALL: "_current_level"},
+    "torch.autograd.forward_ad": {ALL: "_current_level _set_fwd_grad_enabled"},
     "torch.library.Library": {ALL: "_destroy"},
     "torch.ops.aten": {ALL: "_scaled_dot_product_flash_attention_for_cpu"},
     "torch.utils": {ALL: "_python_dispatch._disable_current_modes _pytree.tree_map_only"},
+    "torch._functorch": {ALL: "autograd_function.enable_single_level_autograd_function"},
     "torch._C": {
         ALL: f"""
         DispatchKey DispatchKeySet _after_autograd_keyset _are_functorch_transforms_active
-        _disabled_torch_function_impl _functorch.is_batchedtensor _functorch.is_functorch_wrapped_tensor
-        _functorch.is_legacy_batchedtensor _functorch.peek_interpreter_stack _is_any_autocast_enabled _is_tracing
+        _disabled_torch_function_impl _functorch.is_functorch_wrapped_tensor _functorch.is_legacy_batchedtensor
+        _functorch.peek_interpreter_stack _is_fwd_grad_enabled _is_any_autocast_enabled _is_tracing
         _len_torch_dispatch_stack {CUDA * (torch.version.cuda is not None or torch.version.hip is not None)}
         """,
         NEW: "_any_requires_grad",
@@ -51,8 +52,10 @@ is_jit_tracing = find("torch._C._is_tracing")
 transform = find("torch._C._functorch.peek_interpreter_stack")  # torch.vmap, torch.func.jvp, functionalize, ...
 transforms_active = find("torch._C._are_functorch_transforms_active")
 is_in_transform = find("torch._C._functorch.is_functorch_wrapped_tensor")  # of vmap, jvp or grad
-is_batched = find("torch._C._functorch.is_batchedtensor")
 is_legacy_batched = find("torch._C._functorch.is_legacy_batchedtensor")
+single_level = find("torch._functorch.autograd_function.enable_single_level_autograd_function")
+forward_enabled = find("torch._C._is_fwd_grad_enabled")
+forward_enabled_again = find("torch.autograd.forward_ad._set_fwd_grad_enabled")
 is_functional = find("torch._is_functional_tensor")
 any_autocast = find("torch._C._is_any_autocast_enabled")  # for any device: takes 0.2 us, a query for one device 1 us
 DispatchKey = find("torch._C.DispatchKey")
@@ -85,6 +88,13 @@ any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
 def forward_level() -> int:
     """The level of forward-mode derivatives; negative outside."""
     return forward_ad._current_level
+
+
+def in_forward_mode(enabled: bool = True) -> bool:
+    """Whether tensors may have tangents of forward mode: in a graph of torch.compile no Python knows the level. If
+    `enabled`, not where they are off, as inside of an autograd function.
+    """
+    return (forward_ad._current_level >= 0 or transforms_active()) and (not enabled or forward_enabled())
 
 
 def storage_of(x: torch.Tensor) -> int:
