@@ -281,6 +281,21 @@ def test_refusals(changes, message):
         flex.create_block_mask(causal, None, None, L, L, "cpu", compute_dq_write_order=True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, None, L, L), "mask_mod: got None"),
+        ((causal, None, None, -1, L), "Q_LEN: got -1"),
+        ((causal, None, None, L, 2.5), "KV_LEN: got 2.5"),
+        ((causal, -2, None, L, L), "B: got -2"),
+        ((causal, None, None, L, L, "cpu", 0), r"BLOCK_SIZE: got \(0, 0\)"),
+    ],
+)
+def test_refusals_of_masks(arguments, message):
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        flex.create_block_mask(*arguments, **({} if len(arguments) > 5 else {"device": "cpu"}))
+
+
 def test_masks_are_forgotten_with_their_callers():
     gc.collect()
     before = len(masks._known)
@@ -319,7 +334,7 @@ def test_torch_serves_what_tilewise_cannot():
         return s + torch.special.i0(s * 0)
 
     with flex.installed(fallback=True):
-        with pytest.warns(UserWarning, match=r"torch serves what tilewise cannot.*torch\.i0"):
+        with pytest.warns(UserWarning, match=r"falling back to torch .*torch\.i0"):
             out = theirs.flex_attention(x, x, x, odd)
         mask = theirs.create_block_mask(lambda b, h, q, k: torch.special.i0(q * 0.1) > 0, None, None, 9, 9, "cpu")
     torch.testing.assert_close(out, dense(x, x, x, score_mod=lambda s, *_: s + 1)[0])

@@ -23,6 +23,7 @@ grid = torch.randn(4, 3, 6, generator=random)[:, :, ::2]  # strides
 allowed = torch.rand(L, L, generator=random) > 0.4
 learned = torch.nn.Parameter(torch.randn(H, generator=random))
 embedding = torch.nn.Embedding(8, H)
+number = torch.tensor(2.0)
 big = torch.randn(300, generator=random)
 
 
@@ -38,6 +39,14 @@ def assigned(s, b, h, q, k):
     s += distance * 0.1
     s /= 3
     return s.clamp_(-2, 2).sub_(1)
+
+
+def summed_in_place(s, b, h, q, k):
+    total, scale = torch.zeros(()), gate[0] * 2
+    scale += 1
+    for i in range(3):
+        total += table[h, i] * (q - i)
+    return s + total * scale
 
 
 def masked_in_place(b, h, q, k):
@@ -77,6 +86,7 @@ SCORES = {
     + s.new_zeros(3)[k % 3] + b.new_ones(size=(2, L))[1, k],
     "Python's types": lambda s, b, h, q, k: s + (s > 0).to(float) + s.to(int) * (q % 3).to(bool) + q.to(float) / 2,
     "in place": assigned,
+    "summed in place": summed_in_place,
     "decays": lambda s, b, h, q, k: s * 0.9 ** (q - k).abs() + 2 ** (-s.abs()) + 3.0**s,
     "shifts": lambda s, b, h, q, k: s + (q >> 2) * 0.5 + (k << 1) + ((k - q) >> 1) + torch.bitwise_right_shift(h, 1),
     "other shapes": lambda s, b, h, q, k: s + table.view(-1)[h * 24 + q] + grid.reshape(6, -1)[q % 6, k % 6]
@@ -172,6 +182,7 @@ REFUSED = {
     "a matrix product": (lambda s, b, h, q, k: s + (table @ table.T)[h, 0], "a matrix product at .*compute it before"),
     "random": (lambda s, b, h, q, k: s + torch.rand(()), "torch.rand at"),
     "in place": (lambda s, b, h, q, k: s + table.mul_(2)[h, q], "in place, in a captured tensor or a view"),
+    "a captured number in place": (lambda s, b, h, q, k: s + number.add_(1), "captured tensor or a view"),
     "a view in place": (lambda s, b, h, q, k: s.float().mul_(2), "in place, in a captured tensor or a view"),
     "what has a view in place": (lambda s, b, h, q, k: (s.float(), s.mul_(2))[0], "captured tensor or a view"),
     "floats in an int": (lambda s, b, h, q, k: s + q.mul_(s), "torch.float32 in place of torch.int32"),

@@ -16,11 +16,12 @@ from ..core.mod_tiles import states_of_mod
 from ..core.private.torch import version_of
 from ..core.tile_map import FULL, MIXED, TileMap
 from ..errors import InvalidArgument
+from .caller_names import caller_names
 
 Tensor = torch.Tensor
 MaskMod = Callable[..., Tensor]
 Parts = tuple[tuple[Any, int], ...]  # each with the number of times that it was written to; -1 if that is not known
-MOST_CELLS = 1 << 22  # that are evaluated at once
+MOST_CELLS = 1 << 20  # that are evaluated at once
 NO_BLOCKS = 1 << 30  # from this size on a block holds all cells: the mask is its mask_mod alone
 OF_A_SLICE = "_sliced_mask_mod_error"  # what torch gives the slices of a mask as mask_mod
 
@@ -37,6 +38,7 @@ class _Kept(NamedTuple):
 _known: WeakKeyDictionary[BlockMask, _Kept] = WeakKeyDictionary()
 
 
+@caller_names(Lq="Q_LEN", Lk="KV_LEN", tile="BLOCK_SIZE", batch="B", heads="H")
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

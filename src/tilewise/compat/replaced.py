@@ -62,5 +62,7 @@ def _mark(module: ModuleType) -> tuple[int, int]:
 def count(fallbacks: Counter[str], refusal: Exception) -> None:
     """Counts a call that torch serves, by the refused argument, and warns of the first one."""
     if not fallbacks:
-        warnings.warn(f"torch serves what tilewise cannot, from here on unsaid: {refusal}", stacklevel=3)
+        warnings.warn(
+            f"falling back to torch (further fallbacks are not reported; see `fallbacks`): {refusal}", stacklevel=3
+        )
     fallbacks[getattr(refusal, "argument", type(refusal).__name__)] += 1

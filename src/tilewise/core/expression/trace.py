@@ -192,14 +192,16 @@ class _Mode(TorchFunctionMode):
             return self.refuse(f"torch.{name} in this form ({error})", outside)
         if any(id(x) in self.of_cells for x in tensors):
             self.of_cells.add(id(made))
+            self.factory.discard(id(made))
         if name in VIEWS or name in SAME_MEMORY:
             self.views.update(id(x) for x in (made, *tensors))
         return made
 
     def written(self, x: torch.Tensor, array: Array) -> torch.Tensor:
         """A result that an operation writes in place: the tensor stands for another array from here on."""
-        own = self.arrays.get(id(x))
-        if own is None or id(x) in self.views or own.shape or array.shape or id(x) not in self.of_cells:
+        own = self.array(x) if id(x) in self.factory else self.arrays.get(id(x))
+        captured = own is None or any(x is y for y in self.captured)
+        if own is None or captured or id(x) in self.views or own.shape or array.shape:
             self.refuse("a result in place, in a captured tensor or a view", "give the result a name of its own")
         assert own is not None
         if RANK[kind_of_dtype(array.dtype)] > RANK[own.kind]:
