@@ -238,6 +238,7 @@ def test_plans_for_other_machines_have_their_limits():
         ("amx", "AMX prefill, 16 lanes"),
         pytest.param("avx2", "prefill, 8 lanes", marks=pytest.mark.slow),
         pytest.param("avx512", "prefill, 16 lanes", marks=pytest.mark.slow),
+        pytest.param("avx512bf16", "bf16 prefill, 16 lanes", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_for_another_cpu(name, kernel):

@@ -13,7 +13,7 @@ from numba import njit
 
 from tilewise import attention, plan
 from tilewise.backends.cpu.codegen.vector import W
-from tilewise.backends.cpu.gemm import amx, amx_pack
+from tilewise.backends.cpu.gemm import amx, pack_tiles
 from tilewise.dispatch import call_cache, planner
 from tilewise.testing.cases import CASES
 from tilewise.testing.check import check_case
@@ -128,7 +128,7 @@ def test_parts_add_up(parts):
     """Numbers of 8 bits have one part, those of 11 bits (float16) two."""
     numbers = torch.randn(64, generator=torch.Generator().manual_seed(0)).to((torch.bfloat16, torch.float16)[parts - 1])
     source, to = numbers.float().numpy().copy(), np.zeros((parts, 64), dtype=np.uint16)
-    split_row = amx_pack.make_split_row(parts)
+    split_row = pack_tiles.make_split_row(parts)
     run = njit(lambda to, source: split_row(to, 128, 64, source, 64))
     assert run(to.ctypes.data, source.ctypes.data) == 0
     total = torch.from_numpy(to.view(np.int16)).view(torch.bfloat16).float().sum(0)

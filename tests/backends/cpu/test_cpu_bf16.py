@@ -35,8 +35,8 @@ def test_rows_of_latent_attention_are_decoded_by_bf16_dots(heads, q_len):
     template = launch.make_template(p, 2)
     assert config.is_decode(p)
     assert template.params.bf16_dot
-    assert (template.params.prefill, template.params.prefill_amx) == (0, 0)
-    assert launch.kernels(p, 0, False)["matrix_qk"] == "bf16_qk"
+    assert (template.params.prefill, template.params.prefill_tiles) == (0, 0)
+    assert launch.kernels(p, "", False)["matrix_qk"] == "bf16_qk"
 
 
 @pytest.mark.parametrize(

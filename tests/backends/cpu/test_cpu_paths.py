@@ -81,7 +81,7 @@ def test_the_paths_are_those_of_the_backend():
 
     for path in PATHS:
         k = kernels(path)
-        decode, prefill = k["decode"] != 0, (k["prefill"] or k["prefill_amx"]) != 0
+        decode, prefill = k["decode"] != 0, (k["prefill"] or k["prefill_tiles"]) != 0
         assert decode == ("prefill" not in path)
         assert prefill == ("prefill" in path or "packed" in path)
         assert (k["split_size"] > 0) == ("splits" in path)

@@ -81,7 +81,7 @@ KERNEL_MODULES = {
     "append": "kv_write",
     "combine": "mainloop.epilogue",
     "decode": "mainloop.decode",
-    **dict.fromkeys(("prefill", "prefill_amx"), "mainloop.prefill"),
+    **dict.fromkeys(("prefill", "prefill_amx", "prefill_dot"), "mainloop.prefill"),
 }
 
 
@@ -133,6 +133,7 @@ KERNELS = [
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "backward selected", "delta"),
     *(("backward bf16", "backward selected bf16", "bf16_qk", "bf16_pv", "qk bf16_dot") if has_bf16() else ()),
+    *(("prefill_dot bf16",) if has_bf16() and not usable() else ()),
 ]
 
 

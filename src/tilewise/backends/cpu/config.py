@@ -39,6 +39,16 @@ class Config:
 EVERY_ROW = 1 << 40
 
 
+def tiled_prefill(p: Problem) -> tuple[str, int]:
+    """The prefill kernel that multiplies tiles of bf16, and the parts of a number; "" and 0 for that of float32."""
+    name = p.k_format.name
+    if not (PLAIN[p.q_dtype] == p.k_format == p.v_format) or is_decode(p):
+        return "", 0
+    if amx.usable():
+        return (f"prefill_amx {name}", amx.PARTS[name]) if name in amx.PARTS else ("", 0)
+    return ("prefill_dot bf16", 1) if name == "bf16" and has_bf16() and not p.k_shared_dim else ("", 0)
+
+
 def uses_bf16_dot_decode(p: Problem) -> bool:
     """Whether decode multiplies by AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
     whole = p.head_dim % (2 * W) == 0 and p.value_dim % (2 * W) == 0
@@ -65,7 +75,7 @@ def is_decode(p: Problem) -> bool:
 
 
 def configure(p: Problem, threads: int, parts: int) -> Config:
-    """`parts`: bf16 parts of a number if AMX is used, else 0."""
+    """`parts`: as in `tiled_prefill`."""
     rows, keys = query_rows(p, threads, parts), tile_keys(parts)
     tiles = row_tiles(p, rows)
     threads = threads_for(p, threads)
@@ -95,7 +105,7 @@ def padded_width(p: Problem) -> int:
 
 def query_rows(p: Problem, threads: int, parts: int) -> int:
     """Query rows of each head in a tile."""
-    most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
+    most = 768 if parts else 384  # packing K and V in tiles takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
     if p.selection is not None:
         return -(-p.sharing_queries // -(-p.sharing_queries // rows))
@@ -198,7 +208,7 @@ DECODE_TILE_KEYS = 96  # keys of a decode tile: always the same, since a row's b
 def tile_keys(parts: int) -> int:
     """Keys of a tile: 96 rows of scores and of a panel of V's columns fit in L1 without conflicts.
 
-    AMX (`parts` above 0) loads and stores its sums for each tile of keys, so more keys are better.
+    Products of bf16 (`parts` above 0) load and store their sums for each tile of keys, so more keys are better.
     """
     return 256 if parts else DECODE_TILE_KEYS
 

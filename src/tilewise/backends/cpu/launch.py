@@ -17,7 +17,6 @@ import torch
 
 from ...core.plan import Plan
 from ...core.problem import Problem
-from ...core.storage import PLAIN
 from ...core.tensors import FIELDS, Tensors
 from ...validation import values
 from . import compiler, config
@@ -31,6 +30,7 @@ from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import scratch_bytes
 from .threads import MOST_KEPT, pool
 
+PREFILL = {"": "prefill", "prefill_amx": "AMX prefill", "prefill_dot": "bf16 prefill"}  # what a plan says
 KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
 
 
@@ -51,7 +51,7 @@ def prepare(problem: Problem) -> Plan:
     p = problem
     template = make_template(p, torch.get_num_threads())
     params, threads = template.params, template.params.threads
-    how = "decode" if config.is_decode(p) else "AMX prefill" if params.prefill_amx else "prefill"
+    how = "decode" if config.is_decode(p) else PREFILL[config.tiled_prefill(p)[0].partition(" ")[0]]
     return Plan(
         p,
         "cpu",
@@ -64,8 +64,7 @@ def prepare(problem: Problem) -> Plan:
 
 
 def make_template(p: Problem, threads: int) -> LaunchTemplate:
-    one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
-    parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
+    tiled, parts = config.tiled_prefill(p)
     c = config.configure(p, threads, parts)
     cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows bf16_dot".split()
     params = problem_params(
@@ -74,9 +73,9 @@ def make_template(p: Problem, threads: int) -> LaunchTemplate:
         prefetch_distance=config.prefetch_distance(p),
         **{name: getattr(c, name) for name in cut},
     )
-    for name, kernel in kernels(p, parts, bool(c.split_size)).items():
+    for name, kernel in kernels(p, tiled, bool(c.split_size)).items():
         setattr(params, name, compiler.function(kernel))
-    if parts:
+    if tiled.startswith("prefill_amx"):
         params.tile_config = amx.TILE_CONFIG.ctypes.data
     kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
     items = schedule_items(params, c.max_work_items) if kept else None
@@ -122,14 +121,14 @@ def problem_params(p: Problem, **tiles: int) -> Params:
     )
 
 
-def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
-    """The kernels of a problem, by the fields of `Params` that hold their addresses."""
+def kernels(p: Problem, tiled: str, split: bool) -> dict[str, str]:
+    """The kernels of a problem, by the fields of `Params` that hold their addresses; `tiled` of `tiled_prefill`."""
     k, v = p.k_format, p.v_format
     names = {"worker": "worker"}
     if split:
         names["combine"] = "combine"
-    if parts:
-        names["prefill_amx"] = f"prefill_amx {k.name}"
+    if tiled:
+        names["prefill_tiles"] = tiled
     elif not config.is_decode(p):
         names["prefill"] = "prefill"
     if p.packed_q or config.is_decode(p):
@@ -255,7 +254,7 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
                     pool.release()
             if not status & UNDONE_ITEM:
                 break
-            for x in structs:  # an infinity, which AMX cannot process: again, by fp32
+            for x in structs:  # an infinity, which tiles cannot process: again, by fp32
                 x.prefill = compiler.function("prefill")
         if status & WRONG_TABLES:
             return False

@@ -28,7 +28,8 @@ class Cpu(NamedTuple):
 
 CPUS = {
     "avx2": Cpu("x86-64-v3: Haswell, Zen 2 and 3", "avx2", 512 << 10),
-    "avx512": Cpu("AVX-512 with VNNI: Ice Lake, Zen 4", "avx512vnni", 1 << 20),
+    "avx512": Cpu("AVX-512 with VNNI: Ice Lake", "avx512vnni", 1 << 20),
+    "avx512bf16": Cpu("AVX-512 with BF16: Zen 4 and 5, Cooper Lake", "avx512bf16", 1 << 20),
     "amx": Cpu("AMX: Sapphire Rapids and newer", "amx", 2 << 20),
     "neon": Cpu("AArch64 with NEON: Graviton, Ampere, Apple", "neon", 1 << 20),
 }

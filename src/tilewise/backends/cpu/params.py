@@ -91,7 +91,7 @@ class Params(ctypes.Structure):
         # If each call lists its own work items: the kernel for it, the most items; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
         # Kernels, by address; `matrix_*`: products of decode by AMX or AVX-512 BF16
-        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
+        *fields("worker combine decode prefill prefill_tiles tile_config qk qk_f32 pv pv_f32 matrix_qk matrix_pv"),
         *fields("dot_qk dot_pv qk_bf16_dot"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the `Params` of the call over the prefix, where its rows are (`cascade.py`), the next item to merge

@@ -38,8 +38,8 @@ def worker(params, scratch):
         decodes = group * own_rows(p, q_len) <= p.decode_rows
         put_i64(t.done, 0)
         put_i64(t.downscaled, 0)
-        if p.prefill_amx and not decodes:
-            call_mainloop(p.prefill_amx, params, scratch, address)
+        if p.prefill_tiles and not decodes:
+            call_mainloop(p.prefill_tiles, params, scratch, address)
         mainloop = p.decode if decodes else p.prefill
         if get_i64(t.done) == 0 and mainloop:
             call_mainloop(mainloop, params, scratch, address)

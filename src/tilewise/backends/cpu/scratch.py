@@ -31,7 +31,7 @@ Scratch = namedtuple(
     "some_hi all_lo all_hi mask_rows mask_columns states mod_state selected selected_order selected_count done "
     "downscaled row_sums derivatives q s keys values packed nonfinite weights",
 )
-AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
+TileScratch = namedtuple("TileScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions heads some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns "
@@ -87,7 +87,7 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         selected=SELECTED_BYTES * selected,  # selected keys: see `mainloop/selected_keys.py`
         selected_order=4 * selected,
         selected_count=WORD,
-        done=WORD,  # whether the AMX mainloop could process the item
+        done=WORD,  # whether the mainloop by tiles could process the item
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
         derivatives=ZERO_BYTES,  # of functions of the user: of the backward pass
@@ -160,12 +160,12 @@ def backward_scratch_bytes(p):
     return int(sum(sizes) + CACHE_LINE * (len(sizes) + 1))
 
 
-def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
-    """Bytes of each part of the AMX mainloop; numbers are split into `parts` bf16 parts."""
+def tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
+    """Bytes of each part of the mainloop by tiles; numbers are split into `parts` bf16 parts."""
     rows = round_up(heads // kv_heads * tile_rows, BLOCK)
     D, Dv = round_up(head_dim, BLOCK), round_up(value_dim, BLOCK)
     keys = round_up(tile_keys, BLOCK)
-    return AmxScratch(
+    return TileScratch(
         q=2 * parts * rows * D,  # [parts, panels, D / 2, 32] pairs
         acc=4 * rows * Dv,  # [panels, Dv, 32]
         s=4 * 2 * keys * BLOCK,  # [2 panels, 2 halves, keys, 16]
@@ -178,13 +178,13 @@ def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts)
 
 
 def scratch_bytes(p, parts):
-    """Bytes of a thread's scratch memory in a call with these `Params`; `parts` is 0 if AMX is not used."""
+    """Bytes of a thread's scratch memory in a call with these `Params`; `parts` as in `config.tiled_prefill`."""
     call = p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys
     sizes = scratch_sizes(*call, p.head_batch, p.decode_rows, p.max_selected)
-    amx = amx_sizes(*call, parts) if parts else (0,)
-    first = Scratch._fields.index("q")  # from here on AMX has its own parts
-    spare = CACHE_LINE * (first + max(len(sizes) - first, len(amx)) + 1)
-    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(amx)) + spare)
+    tiles = tile_sizes(*call, parts) if parts else (0,)
+    first = Scratch._fields.index("q")  # from here on tiles have their own parts
+    spare = CACHE_LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
+    return int(sum(sizes[:first]) + max(sum(sizes[first:]), sum(tiles)) + spare)
 
 
 @intrinsic
@@ -204,7 +204,7 @@ def aligned_addresses(typingctx, base, sizes):
     return sizes(types.int64, sizes), codegen
 
 
-sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_sizes), jit(backward_sizes)
+sizes_of_scratch, sizes_of_tiles, sizes_of_backward = jit(scratch_sizes), jit(tile_sizes), jit(backward_sizes)
 
 
 @jit
@@ -224,9 +224,9 @@ def partition_backward(p, base):
 
 
 @jit
-def partition_amx(p, t, parts):
-    """The memory from `t.q` on, for the AMX mainloop."""
-    sizes = sizes_of_amx(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, parts)
+def partition_tiles(p, t, parts):
+    """The memory from `t.q` on, for the mainloop by tiles."""
+    sizes = sizes_of_tiles(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, parts)
     return aligned_addresses(t.q, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products: blocked GEMM for prefill, GEMV for decode; fp32 vectors, AMX tiles, VNNI integers."""
+"""Matrix products: blocked GEMM for prefill, GEMV for decode; fp32 vectors, tiles of bf16, VNNI integers."""
 
 from collections import namedtuple
 
@@ -11,3 +11,7 @@ from collections import namedtuple
 #   add_values(p, t, w, item, v, at, row, R, ...)       acc = alpha acc + p V, and extracted values
 #   epilogue(p, t, w, R)                                acc [R, Dv] of its sums
 Gemm = namedtuple("Gemm", "panel step memory pack_queries pack_keys pack_values weights add_values epilogue")
+
+# The products of tiles of bf16 (`mainloop/prefill_tiles.py`), by the instructions of `amx.py` or `bf16_tiles.py`: bf16
+# parts of a number; what comes before and after products; an emitter of scores; two micro-kernels (`amx.make_products`)
+Tiles = namedtuple("Tiles", "parts load_tile_config release make_scores keys values")

@@ -20,6 +20,7 @@ from llvmlite import ir
 from ....core.private.numba import cgutils
 from ..codegen.vector import I8, Emit, Value, W, microkernel
 from ..isa import cpu_features
+from . import Tiles
 
 TILE = 1024  # bytes
 # Rows and columns of a product: four tiles of sums, two of each operand. Tiles are contiguous in memory, 16 rows of 64
@@ -168,3 +169,8 @@ def make_products(parts: int) -> tuple[Any, Any]:
                     e.store(b.fadd(e.load(corner, i), more), corner, i)
 
     return keys, values
+
+
+def tiles(dtype: str) -> Tiles:
+    """The products for a storage type."""
+    return Tiles(PARTS[dtype], load_tile_config, release, make_scores, *make_products(PARTS[dtype]))

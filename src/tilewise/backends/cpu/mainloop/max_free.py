@@ -96,4 +96,4 @@ def _checks(vectors: int) -> tuple[Any, Any]:
 
 
 is_max_free, commit_row_sums = _checks(VECTORS)
-is_max_free_2, commit_row_sums_2 = _checks(2)  # for the panels of AMX
+is_max_free_2, commit_row_sums_2 = _checks(2)  # for the panels of `prefill_tiles.py`

@@ -4,8 +4,8 @@ Query rows are packed in transposed panels once: Q^T [D, panel]. For each tile o
 
     s [keys, panel] = K Q^T         s -> p, weights         acc [panel, Dv] = alpha acc + p^T V
 
-A GEMM policy (`gemm.Gemm`) does this by fp32 vectors (`prefill_fp32.py`) or by AMX (`prefill_amx.py`). Panels are
-skipped where none of their rows sees a key.
+A GEMM policy (`gemm.Gemm`) does this by fp32 vectors (`prefill_fp32.py`) or by tiles of bf16 (`prefill_tiles.py`).
+Panels are skipped where none of their rows sees a key.
 """
 
 # mypy: ignore-errors
@@ -14,12 +14,13 @@ from __future__ import annotations
 from ..codegen.load_store import put_i64
 from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
+from ..gemm import amx, bf16_tiles
 from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
 from .mask import FULL, SKIP, has_bias_or_tree, read_states
 from .mods import has_mods, mod_state, mods_apply
-from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
+from .prefill_tiles import tiles_gemm
 from .rows import init_rows, list_spans, seen_by_all
 from .scores import max_free_bound
 from .selected_keys import first_key, list_selected, selected_count, selected_list
@@ -76,4 +77,8 @@ prefill = mainloop(FP32)
 
 
 def prefill_amx_function(dtype):
-    return mainloop(amx_gemm(dtype))
+    return mainloop(tiles_gemm(amx.tiles(dtype)))
+
+
+def prefill_dot_function(dtype):
+    return mainloop(tiles_gemm(bf16_tiles.tiles(dtype)))

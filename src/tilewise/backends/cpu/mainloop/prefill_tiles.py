@@ -1,4 +1,5 @@
-"""The AMX policy of prefill: query rows in panels of 32, keys and columns of V in blocks of 32.
+"""The policy of prefill by tiles of bf16, by AMX or AVX-512 BF16: query rows in panels of 32, keys and columns of V in
+blocks of 32.
 
     s [keys, 32] = K Q^T            K and Q^T packed in tiles, in parts if they are not bf16 (`amx.py`)
     s -> P                          16 rows in a vector; written as the tiles that P V reads. For max-free rows
@@ -19,17 +20,17 @@ from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import W
 from ..gemm import Gemm
-from ..gemm.amx import BLOCK, PARTS, TILE, make_products, release
-from ..gemm.amx_pack import STEP, W_, pack_functions
+from ..gemm.amx import BLOCK, TILE
+from ..gemm.pack_tiles import STEP, W_, pack_functions
 from ..kv_access import row_address
-from ..scratch import partition_amx
+from ..scratch import partition_tiles
 from .max_free import commit_row_sums_2, is_max_free_2
 from .nonfinite import sees
 from .rows import seen_by_some
 from .score_mod import hide_column
 from .scores import apply_score_mods, softmax_scale
 from .softmax import LOG2E
-from .softmax_amx import make_max_free_products, make_online_softmax, rescale_columns
+from .softmax_tiles import make_max_free_products, make_online_softmax, rescale_columns
 
 
 @jit
@@ -76,19 +77,19 @@ def hide_block(t, s, first, key):
             hide_column(s + 2 * TILE * half, W, BLOCK, t.lo + 4 * v, t.hi + 4 * v, key)
 
 
-def amx_gemm(dtype):
-    """The policy for a storage type."""
-    parts = PARTS[dtype]
-    multiply_keys, multiply_values = make_products(parts)
+def tiles_gemm(tiles):
+    """The policy by these `Tiles`."""
+    parts, release = tiles.parts, tiles.release
+    multiply_keys, multiply_values = tiles.keys, tiles.values
     softmax_to_tiles = make_online_softmax(parts)
-    gemm_keys_overlapped, exp2_last = make_max_free_products(parts)
-    pack_queries, pack_keys, pack_values = pack_functions(parts)
+    gemm_keys_overlapped, exp2_last = make_max_free_products(parts, tiles.make_scores)
+    pack_queries, pack_keys, pack_values = pack_functions(tiles)
     PARTS_, jit_parts = np.int64(parts), policy_jit(parts)
 
     @jit_parts
     def memory(p, t):
-        """`AmxScratch`."""
-        return partition_amx(p, t, PARTS_)
+        """`TileScratch`."""
+        return partition_tiles(p, t, PARTS_)
 
     @jit_parts
     def add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):

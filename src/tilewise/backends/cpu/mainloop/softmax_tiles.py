@@ -1,4 +1,4 @@
-"""Softmax whose weights are written as the AMX tiles that P V reads.
+"""Softmax whose weights are written as the tiles that P V reads.
 
 For max-free rows (`max_free.py`) it is overlapped with the next block's scores: AMX and vector units work at the same
 time. Gain: cpu/amx-overlap in benchmarks/cpu/LOG.md.
@@ -6,12 +6,12 @@ time. Gain: cpu/amx-overlap in benchmarks/cpu/LOG.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..codegen.vector import F32, Emit, Value, W, microkernel
-from ..gemm.amx import BLOCK, KEY_PRODUCTS, TILE, make_scores
-from ..gemm.amx_pack import pair, split
+from ..gemm.amx import BLOCK, KEY_PRODUCTS, TILE
+from ..gemm.pack_tiles import pair, split
 from .softmax import lazy_max, update_row_sums
 
 
@@ -51,7 +51,7 @@ def make_online_softmax(parts: int) -> Any:
     return online_softmax
 
 
-def make_max_free_products(parts: int) -> tuple[Any, Any]:
+def make_max_free_products(parts: int, make_scores: Callable[..., None]) -> tuple[Any, Any]:
     """Scores of a block of 32 keys and 32 rows, overlapped with the weights of the previous block.
 
     `keys(k, k_part, q, q_part, s, n, before, factor, p, part, row_sums)`: s [2, 32, 16] = K Q^T, while the scores

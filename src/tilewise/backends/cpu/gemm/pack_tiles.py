@@ -1,4 +1,4 @@
-"""Packs AMX operands: q, k and v as blocks of bf16 parts (`amx.py`)."""
+"""Packs operands of tiles: q, k and v as blocks of bf16 parts (`amx.py`)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
 from ..mainloop.nonfinite import sees
-from .amx import BLOCK, TILE, load_tile_config, release
+from .amx import BLOCK, TILE
 
 
 def split(e: Emit, x: Value, parts: int) -> list[Value]:
@@ -103,8 +103,9 @@ def tile_row(row, steps):
     return row // BLOCK * steps * STEP + row % BLOCK // 16 * TILE + row % 16 * 64
 
 
-def pack_functions(parts):
-    """`pack_queries`, `pack_keys` and `pack_values` of the AMX policy."""
+def pack_functions(tiles):
+    """`pack_queries`, `pack_keys` and `pack_values` of the policy."""
+    parts, load_tile_config, release = tiles.parts, tiles.load_tile_config, tiles.release
     jit_parts, PARTS_ = policy_jit(parts), np.int64(parts)
     split_row, split_half_row = make_split_row(parts), make_split_row(parts, "f16")
     transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
