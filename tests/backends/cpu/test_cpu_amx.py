@@ -1,4 +1,4 @@
-"""Prefill in 16 bits on the CPU: by AMX where the processor has it, by fp32 vectors elsewhere."""
+"""Prefill in 16 bits on the CPU: by AMX or AVX-512 BF16 where the processor has it, by fp32 vectors elsewhere."""
 
 import os
 import subprocess
@@ -12,26 +12,34 @@ import torch
 from numba import njit
 
 from tilewise import attention, plan
+from tilewise.backends.cpu import config
+from tilewise.backends.cpu.codegen.bf16_dot import has_bf16
 from tilewise.backends.cpu.codegen.vector import W
 from tilewise.backends.cpu.gemm import amx, pack_tiles
 from tilewise.dispatch import call_cache, planner
+from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
 from tilewise.testing.check import check_case
 
 PREFILL = [c for c in CASES if c.dtype == "f32" and not c.k and not c.v and c.Lq > 16 and c.mask_kind in ("", "bool")]
 
 
-@pytest.fixture
-def without_amx(monkeypatch):
-    """As on a processor without AMX."""
+LESS = ["bf16"] * amx.usable() + ["vectors"]  # processors with less than this one
+
+
+@pytest.fixture(params=LESS)
+def less(monkeypatch, request):
+    """As on a processor without AMX, or without AVX-512 BF16 as well."""
 
     def forget():
         call_cache.forget()
         planner.choose.cache_clear()
 
     monkeypatch.setattr(amx, "usable", lambda: False)
+    if request.param == "vectors":
+        monkeypatch.setattr(config, "has_bf16", lambda: False)
     forget()
-    yield
+    yield request.param
     forget()
 
 
@@ -42,13 +50,25 @@ def test_prefill_in_16_bits(case, dtype):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.dtype != "f32"], ids=str)
-def test_the_same_without_amx(without_amx, case):
+def test_the_same_with_less(less, case):
     check_case(case, "cpu")
 
 
-def test_the_plan_says_which(without_amx):
+def test_the_plan_says_which(less):
     q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
-    assert plan(q, q, q, backend="cpu").kernel.startswith("prefill, ")
+    by_dots = less == "bf16" and has_bf16()
+    assert plan(q, q, q, backend="cpu").kernel.startswith("bf16 prefill, " if by_dots else "prefill, ")
+    assert plan(q, q, q.float().half(), backend="cpu").kernel.startswith("prefill, ")
+
+
+@pytest.mark.skipif(not has_bf16(), reason="needs AVX-512 BF16")
+@pytest.mark.parametrize("rows", [17, 31, 33, 64, 97])
+@pytest.mark.parametrize(("D", "Dv"), [(32, 32), (40, 72), (64, 96), (128, 64)])
+def test_blocks_of_tiles(rows, D, Dv):
+    """Rows, keys and columns past whole blocks, with rules that cut panels."""
+    for causal, window in ((False, None), (True, None), (True, 40)):
+        options = {"causal": causal} | ({"window": window} if window else {})
+        check_case(Case(B=1, H=2, Hkv=1, Lq=rows, Lk=rows + 230, D=D, Dv=Dv, dtype="bf16", **options), "cpu")
 
 
 SIMULATED = """
@@ -59,6 +79,7 @@ import torch
 torch.set_num_threads(1)  # the registers are one thread's
 from dataclasses import replace
 from tilewise import attention, plan
+from tilewise.testing.case import Case
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
 from tilewise.testing.check import check_case

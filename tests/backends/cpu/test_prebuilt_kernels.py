@@ -257,4 +257,8 @@ def test_bits_are_those_of_compiled_kernels(tmp_path):
     assert bits[0] == bits[1] != ""
 
 
-BITS_KERNELS = "schedule launch worker thread_main combine decode prefill prefill_amx prefill_dot qk pv amx_qk amx_pv".split()
+BITS_KERNELS = (
+    "schedule launch worker thread_main combine decode prefill prefill_amx prefill_dot qk pv amx_qk amx_pv".split()
+)
+    "schedule launch worker thread_main combine decode prefill prefill_amx prefill_dot qk pv amx_qk amx_pv".split()
+)
