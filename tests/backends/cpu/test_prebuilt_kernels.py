@@ -260,5 +260,3 @@ def test_bits_are_those_of_compiled_kernels(tmp_path):
 BITS_KERNELS = (
     "schedule launch worker thread_main combine decode prefill prefill_amx prefill_dot qk pv amx_qk amx_pv".split()
 )
-    "schedule launch worker thread_main combine decode prefill prefill_amx prefill_dot qk pv amx_qk amx_pv".split()
-)
