@@ -76,13 +76,10 @@ def family(problem: Problem) -> str:
 
 def unproven(problem: Problem) -> Unproven | None:
     """What has not run on such a CPU: docs/platforms.md."""
-    from .gemm import amx
     from .isa import machine
 
     if machine() == "aarch64":
         return Unproven("the kernels for AArch64 have run under emulation only", taken=True)
-    if amx.usable() and problem.k_format.name in amx.PARTS:
-        return Unproven("the kernels with AMX have run in a simulator only", taken=True)
     return None
 
 
