@@ -92,6 +92,10 @@ if dtype == "bf16":
         check_case(Case(B=1, H=rows, Hkv=1, Lq=1, Lk=300, D=64, dtype=dtype), "cpu")
 q, k, v = torch.randn(3, 1, 2, 300, 64).to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype])
 assert plan(q, k, v, backend="cpu").kernel.startswith("AMX prefill")
+for columns in (32, 20):  # of K that all heads share
+    some, shared = k[..., :-columns], k[:, :1, :, -columns:]
+    joined = torch.cat([some, shared.expand(1, 2, 300, columns)], -1)
+    assert attention(q, some, v, k_shared=shared, backend="cpu").equal(attention(q, joined, v, backend="cpu"))
 clean = attention(q, k, v, causal=True, backend="cpu")
 k[0, 1, 150, 7] = torch.inf  # it has no parts: the retry takes it
 assert attention(q, k, v, causal=True, backend="cpu")[:, 0].equal(clean[:, 0])

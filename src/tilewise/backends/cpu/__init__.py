@@ -42,12 +42,8 @@ supports_write = supports
 
 
 def takes_shared(problem: Problem) -> bool:
-    """Whether `k_shared` is read in place. The AMX kernels pack rows of one tensor."""
-    if serves(problem.device) is not None:
-        return False
-    from .gemm import amx
-
-    return not (amx.usable() and problem.k_format.name in amx.PARTS)
+    """Whether `k_shared` is read in place."""
+    return serves(problem.device) is None
 
 
 def serves(device: torch.device) -> str | None:

@@ -46,7 +46,7 @@ def tiled_prefill(p: Problem) -> tuple[str, int]:
         return "", 0
     if amx.usable():
         return (f"prefill_amx {name}", amx.PARTS[name]) if name in amx.PARTS else ("", 0)
-    return ("prefill_dot bf16", 1) if name == "bf16" and has_bf16() and not p.k_shared_dim else ("", 0)
+    return ("prefill_dot bf16", 1) if name == "bf16" and has_bf16() else ("", 0)
 
 
 def uses_bf16_dot_decode(p: Problem) -> bool:

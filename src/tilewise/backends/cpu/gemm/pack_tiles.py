@@ -111,6 +111,22 @@ def pack_functions(tiles):
     transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
 
     @jit_parts
+    def split_f32(w, width, to, part, jump, padded, keep):
+        """`pack_row` of the float32 row at `w.rows`."""
+        if split_row(to, part, jump, w.rows, padded) == F(0):
+            return False, False
+        infinite = False
+        for i in range(width):
+            x = get_f32(w.rows + 4 * i)
+            if x - x != F(0):
+                infinite |= x == x
+                at = to + i // BLOCK * jump + 2 * (i % BLOCK)
+                put_one(at, dtypes.BF16, ZERO, x if keep else F(0))
+                for n in range(1, parts):
+                    put_one(at + n * part, dtypes.BF16, ZERO, F(0))
+        return True, infinite
+
+    @jit_parts
     def pack_row(w, dtype, width, to, part, jump, source, padded, keep):
         """Packs a row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Returns whether a number was not
         finite, and whether one was infinite. Such a number is its own first part, or 0 unless `keep`.
@@ -126,23 +142,21 @@ def pack_functions(tiles):
         ):
             return False, False
         row_to_f32(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
-        if split_row(to, part, jump, w.rows, padded) == F(0):
-            return False, False
-        infinite = False
-        for i in range(width):
-            x = get_f32(w.rows + 4 * i)
-            if x - x != F(0):
-                infinite |= x == x
-                at = to + i // BLOCK * jump + 2 * (i % BLOCK)
-                put_one(at, dtypes.BF16, ZERO, x if keep else F(0))
-                for n in range(1, parts):
-                    put_one(at + n * part, dtypes.BF16, ZERO, F(0))
-        return True, infinite
+        return split_f32(w, width, to, part, jump, padded, keep)
 
     @jit_parts
     def pack_key_row(p, w, x, at, to, part, jump, key, padded, keep):
         """The row of a key in K or V."""
         source = row_address(p, x.base, x.b, x.h, x.l, at, key)
+        if x.shared:  # columns of k_shared follow
+            rest = row_address(p, p.k_shared, p.k_shared_b, ZERO, p.k_shared_l, at, key)
+            if parts == 1 and x.width % BLOCK == 0 and x.shared % BLOCK == 0:
+                copy_row(to, jump, source, x.width)
+                copy_row(to + x.width // BLOCK * jump, jump, rest, x.shared)
+                return False, False
+            row_to_f32(w.rows, source, x.dtype, x.width, x.width, ZERO, ZERO, ONE)
+            row_to_f32(w.rows + 4 * x.width, rest, x.dtype, x.shared, padded - x.width, ZERO, ZERO, ONE)
+            return split_f32(w, x.width + x.shared, to, part, jump, padded, keep)
         return pack_row(w, x.dtype, x.width, to, part, jump, source, padded, keep)
 
     @jit_parts
