@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from tilewise.core.expression import mods
+from tilewise.core.expression import mods, trace
 from tilewise.core.expression.captures import Captures
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ module.width, module.table = 2, table
 def traces(monkeypatch):
     """The functions that were traced, while the test runs."""
     seen = []
-    original = mods.trace
+    original = trace.trace
     monkeypatch.setattr(mods, "_known", {})
-    monkeypatch.setattr(mods, "trace", lambda f, name: seen.append(f) or original(f, name))
+    monkeypatch.setattr(trace, "trace", lambda f, name: seen.append(f) or original(f, name))
     return seen
 
 

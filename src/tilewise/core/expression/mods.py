@@ -16,7 +16,6 @@ from .captures import Captures
 from .derivative import derivatives
 from .node import Node, in_order, load, source
 from .text import from_text, rebuilt, renumbered, to_text
-from .trace import WORDS, trace
 
 MOST = 4096  # traces; they are forgotten when there are more
 DTYPES = {
@@ -198,6 +197,8 @@ def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.T
     captures = Captures(function, name)
     known = None if captures.key is None else _known.get(captures.key)
     if known is None:
+        from .trace import WORDS, trace  # for the first function, not for every `import tilewise`
+
         if not callable(function):
             raise InvalidArgument(name, f"a {type(function).__name__}", f"a function {WORDS[name]}")
         traced = trace(function, name)
