@@ -80,7 +80,7 @@ def backward():
 
 def test_the_cpu_proves_itself(small, capsys):
     """By the command, with real kernels in a process of their own."""
-    assert main(["prove", "--device", "cpu"]) == 0
+    assert main(["prove", "--device", "cpu", "--minutes", "60"]) == 0
     text = capsys.readouterr().out
     (file,) = (small / "proofs").glob("*.json")
     assert f"kept in {file}" in text
@@ -109,7 +109,7 @@ FAULTS = {
 
 def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
     """Each fault is that of its family; the others are taken."""
-    monkeypatch.setitem(proving.LONGEST_RUN, "cpu", 1.0)
+    monkeypatch.setitem(proving.LIMITS, "cpu", (60.0, 1.0))
     proof = on_stand_ins(monkeypatch, FAULTS)()
     for name, family, kind, why in (
         ("hopper", "prefill", "failed", "case B2-H4-L33-D64-bf16-causal: out: 1 of 8448 elements are off"),
@@ -141,7 +141,7 @@ def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
 class InThisProcess:
     """In place of `processes.Pool`."""
 
-    def __init__(self, command, size, longest):
+    def __init__(self, command, size, limits):
         pass
 
     def run(self, left, end, is_left):
@@ -294,16 +294,26 @@ def test_one_process_at_a_time(prove, monkeypatch):
     wait = proving.wait_for_lock
 
     def other_process_is_faster(handle, seconds):
-        if not waited:
-            waited.append(seconds)
-            prove(show=lambda *of: shown.append(of))
-        return wait(handle, 0.0)
+        waited.append(seconds)
+        if len(waited) == 1:
+            return False
+        monkeypatch.setattr(proving, "wait_for_lock", wait)
+        prove(show=lambda *of: shown.append(of))
+        return True
 
     monkeypatch.setattr(proving, "wait_for_lock", other_process_is_faster)
-    first = prove(show=lambda *of: pytest.fail("it was checked by the other"))
-    assert first.is_complete
-    assert waited == [proving.SECONDS]
+    said = []
+    assert prove(show=lambda done, every, what: said.append(what)).is_complete
+    assert said == ["another process checks this machine: waiting"]
+    assert waited == [0.0, proving.SECONDS + proving.WRITES]
     assert shown
+
+
+def test_who_is_not_alone_changes_nothing(prove, monkeypatch):
+    """The other process has not finished when time is over."""
+    monkeypatch.setattr(proving, "wait_for_lock", lambda handle, seconds: False)
+    monkeypatch.setattr(proofs, "write", lambda proof: pytest.fail("the other process writes"))
+    assert not prove(again=True).is_complete
 
 
 def test_a_lock_is_waited_for(tmp_path):

@@ -14,13 +14,13 @@ locked: set[int] = set()  # files that lock others out as long as a process has 
 def wait_for_lock(handle: int, seconds: float) -> bool:
     """Locks an open file until `release`. The system releases the lock of a killed process.
 
-    False if another process still has it after `seconds`, and where files cannot be locked.
+    False if another process still has it after `seconds`. True where files cannot be locked: nobody has it.
     """
     locked.add(handle)
     try:
         import fcntl  # not on Windows
     except ImportError:
-        return False
+        return True
     end = time.monotonic() + seconds
     while True:
         try:
@@ -31,7 +31,7 @@ def wait_for_lock(handle: int, seconds: float) -> bool:
                 return False
             time.sleep(0.02)
         except OSError:  # a file system without locks
-            return False
+            return True
 
 
 def release(handle: int) -> None:

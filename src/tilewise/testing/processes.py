@@ -34,10 +34,12 @@ class Child:
     is_done: bool = False
     check: Check | None = None
     since: float = 0.0
-    limit: float = float("inf")  # when its check must have ended
+    limit: float = float("inf")  # when its check must have launched its kernels, or then have ended
+    late: str = ""  # what did not happen by then
 
-    def give(self, check: Check) -> None:
-        self.check, self.since, self.limit = check, time.monotonic(), float("inf")
+    def give(self, check: Check, seconds: float) -> None:
+        self.check, self.since = check, time.monotonic()
+        self.limit, self.late = self.since + seconds, f"it did not compile within {seconds:.0f} s"
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended; the thread that listens to it says so
             pickle.dump(check, self.process.stdin)
@@ -57,11 +59,14 @@ class Child:
 
 @dataclass
 class Pool:
-    """Up to `size` processes of a command, started as they are needed. `longest`: seconds of a check once it runs."""
+    """Up to `size` processes of a command, started as they are needed.
+
+    `limits`: the seconds in which a check must have compiled its kernels, and in which it must have ended since then.
+    """
 
     command: Sequence[str]
     size: int
-    longest: float
+    limits: tuple[float, float]
     answers: queue.SimpleQueue[tuple[Child, Any]] = field(default_factory=queue.SimpleQueue)
     children: list[Child] = field(default_factory=list)
     told: int = 0
@@ -78,7 +83,7 @@ class Pool:
                 late = [child for child in busy if now >= child.limit]
                 for child in late:
                     self._remove(child)
-                    yield self._result(child, "failed", f"it did not end within {self.longest:.0f} s", None)
+                    yield self._result(child, "failed", child.late, None)
                 if late:
                     continue
                 until = min(end, *(child.limit for child in busy))
@@ -97,7 +102,7 @@ class Pool:
             child = next((child for child in self.children if child.check is None), None)
             if child is None and len(self.children) == self.size:
                 return
-            (child or self._start()).give(left.popleft())
+            (child or self._start()).give(left.popleft(), self.limits[0])
 
     def _start(self) -> Child:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
@@ -130,11 +135,11 @@ class Pool:
             return self._ended(child)
         word, detail, times = answer
         if word == READY:
-            child.ready = True
+            child.ready, child.limit = True, time.monotonic() + self.limits[0]
         elif word == LAST:  # after the next answer
             child.is_done = True
         elif word == LAUNCHED:
-            child.limit = time.monotonic() + self.longest
+            child.limit, child.late = time.monotonic() + self.limits[1], f"it did not end within {self.limits[1]:.0f} s"
         else:
             return self._result(child, word, detail, times)
         return None

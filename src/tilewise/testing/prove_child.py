@@ -33,6 +33,7 @@ def main() -> None:
 
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
+        torch.cuda.set_device(device)
         torch.set_num_threads(1)  # there are several processes, and the GPU does the work
     reply(READY, "", None)
     while True:

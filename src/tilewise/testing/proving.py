@@ -26,7 +26,9 @@ from .families import Check
 from .processes import Pool
 
 SECONDS = 110.0  # of a proof in all: what is left then is for the next one
-LONGEST_RUN = {"cuda": 60.0, "mps": 60.0}  # seconds of a check once its kernels are compiled; others do not hang
+# Seconds in which a GPU's kernels must compile, and a check must then end; a CPU's do not hang.
+LIMITS = {"cuda": (90.0, 60.0), "mps": (90.0, 60.0), "cpu": (float("inf"), float("inf"))}
+WRITES = 10.0  # seconds that a process may take longer than it was given
 MOST_PROCESSES = 8
 CHILD = "from tilewise.testing.prove_child import main; main()"
 OWN_SIGNALS = (-1, -2, -9, -15)  # a process that was told to end, perhaps since memory is full
@@ -64,10 +66,11 @@ def prove(
         raise InvalidArgument("device", str(where), "one with kernels that can be proven: a GPU, or a CPU with Numba")
     own = next(iter(facts.values()))
     backends = [name for name, of in facts.items() if of == own]
-    with _alone(own, max(0.0, seconds)):
+    with _alone(own, max(0.0, seconds), lambda: show(0, 1, "another process checks this machine: waiting")) as alone:
         proofs.renew()
-        earlier = None if again else proofs.kept(own)
-        proof = earlier or Proof(own)
+        proof = (None if again and alone else proofs.kept(own)) or Proof(own)
+        if not alone:
+            return proof
         checks = families.checks_of(str(where), backends, of_family)
         _add(proof, checks)
         try:
@@ -85,16 +88,18 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 @contextmanager
-def _alone(facts: proofs.Facts, seconds: float) -> Iterator[None]:
-    """Waits for another process that proves the same machine, and keeps others waiting."""
-    handle = None
+def _alone(facts: proofs.Facts, seconds: float, waits: Callable[[], None]) -> Iterator[bool]:
+    """Waits for another process that proves the same machine, and keeps others waiting; False if it still does."""
+    handle, alone = None, True
     with suppress(OSError):
         path = proofs.path_of(facts).with_suffix(".lock")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        wait_for_lock(handle, seconds)
+    if handle is not None and not (alone := wait_for_lock(handle, 0.0)):
+        waits()
+        alone = wait_for_lock(handle, seconds + WRITES)
     try:
-        yield
+        yield alone
     finally:
         if handle is not None:
             release(handle)
@@ -120,7 +125,7 @@ def _make(proof: Proof, checks: Sequence[Check], device: str, end: float, show: 
         if some is timed:
             some = [replace(check, apart=_failed(proof)) for check in timed]
         left = deque(check for check in some if _is_left(proof, check))
-        pool = Pool(command, size, LONGEST_RUN.get(torch.device(device).type, float("inf")))
+        pool = Pool(command, size, LIMITS[torch.device(device).type])
         for check, found, times in pool.run(left, end, lambda check: _is_left(proof, check)):
             if found["status"] != "open":
                 proof.families[check.backend][check.family][str(check)] = found | ({"times": times} if times else {})
