@@ -13,8 +13,8 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix triton openmp h200 lint format docs \
-	wheel clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix newest triton openmp h200 lint \
+	format docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,10 @@ apple: $(VENV)/.installed-dev ## MLX's attention kernels as Apple's compiler rea
 matrix: $(VENV)/.installed-dev ## every kind of GPU kernel compiled for every GPU, without one; goes on where it was stopped
 	$(BIN)/python tools/matrix.py
 
+newest: ## every GPU kernel compiled with the newest torch and Triton that pip finds; hours, goes on where it was stopped
+	$(MAKE) VENV=$(VENV)-kernels CONSTRAINTS= TRITON=triton $(VENV)-kernels/.installed-dev
+	$(VENV)-kernels/bin/python tools/matrix.py --news
+
 triton: $(VENV)/.installed-dev ## tests of the GPU kernels with another Triton: make triton WITH=3.7.1
 	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
 	PYTHONPATH=.cache/triton-$(WITH) $(PYTEST) -m "not slow" tests/backends/triton tests/backends/hopper
@@ -105,7 +109,7 @@ wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels co
 	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
+	rm -rf $(VENV) $(VENV)-kernels $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch for a GPU brings its Triton. Beside torch for the CPU, tests compile GPU kernels by the one that they ran with.

@@ -3,6 +3,7 @@
     python tools/matrix.py --seconds 3600                       what is not in the record yet, the commonest first
     python tools/matrix.py --targets gfx942,sm_120 --cases decode
     python tools/matrix.py --docs                               what the record says, into docs/platforms.md
+    python tools/matrix.py --news                               with another Triton: what the table of versions lacks
 
 Each kernel of the list (`tests/helpers/compile_matrix.py`) is compiled to machine code. It must fit the target's
 shared memory, use its matrix instructions and keep its loops free of spills. Of rows whose sources have changed since,
@@ -32,11 +33,14 @@ sys.path.insert(0, str(ROOT / "tests/helpers"))
 
 import triton  # noqa: E402
 from compile_matrix import TARGETS, Item, compiled, items, keep, wrong  # noqa: E402
+from tilewise.backends.gpu.coverage import KERNELS  # noqa: E402
 
+CACHE = ROOT / ".cache"
 RECORD = ROOT / "benchmarks/records/aot/matrix.json"
 DOCS = ROOT / "docs/platforms.md"
 SAID = re.compile(r"(?<=<!-- by tools/matrix.py --docs -->\n).*?(?=<!-- end -->)", re.DOTALL)  # there, of the record
 WIDTH = 125  # of a line there
+MISSING = "missing"  # a version of Triton, in the table
 EVERY = 5.0  # seconds after which the record is written
 Row = dict[str, Any]
 Place = tuple[str, str, int]  # of a kernel in the list: case, target, number
@@ -121,6 +125,25 @@ def said(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def news(version: str, rows: Iterable[Row]) -> list[str]:
+    """What rows compiled by a Triton say that `backends/gpu/coverage.py` does not; spills are no news."""
+    short, rows = ".".join(version.split(".")[:2]), list(rows)
+    found = []
+    for backend, families in KERNELS.items():
+        own = [row for row in rows if row["case"].startswith("hopper ") == (backend == "hopper")]
+        failed = [row for row in own if "error" in row]
+        said = f"{backend}: {len(own) - len(failed)} of {len(own)} kernels compile with Triton {short}"
+        known = [entries.get(short, MISSING) for entries in families.values()]
+        if MISSING in known:
+            found.append(f"{said}, which coverage.py does not list")
+        elif own and not failed and None in known:
+            found.append(f"{said}, and coverage.py says that they do not")
+        elif failed and None not in known:
+            first = failed[0]
+            found.append(f"{said}; first not: {first['case']} for {first['target']}: {first['error']}")
+    return found
+
+
 def run(todo: Iterable[Item], done: dict[Place, Row], jobs: int, seconds: float) -> Iterator[Row]:
     """Compiles, a few at a time, until all is done or the time is up."""
     end = time.monotonic() + seconds
@@ -144,9 +167,13 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases that have this in their name")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after so many")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, default=RECORD, help="the record, read and written")
+    parser.add_argument("--json", type=Path, help="the record, read and written")
     parser.add_argument("--docs", action="store_true", help="compile nothing, write what the record says")
+    parser.add_argument(
+        "--news", action="store_true", help="fail if the table of versions differs, not if a loop spills; own record"
+    )
     args = parser.parse_args()
+    args.json = args.json or (CACHE / f"matrix-{triton.__version__}.json" if args.news else RECORD)
     if args.docs:
         text = said(record(args.json))
         DOCS.write_text(SAID.sub(lambda _: text, DOCS.read_text()))
@@ -179,6 +206,9 @@ def main() -> int:
         write(args.json, done, listed)
     failed = [row for row in done.values() if row["target"] in targets and wrong(row)]
     print(f"{len(done)} of {len(listed)} kernels compiled, {len(failed)} of these targets wrong")
+    if args.news:
+        failed = news(triton.__version__, done.values())
+        print(*failed, sep="\n")
     return 1 if failed else 0
 
 

@@ -134,6 +134,23 @@ def test_a_run_begins_with_what_may_be_the_same_program():
     assert matrix.left(todo, rows) == [todo[3], todo[0], todo[2]]
 
 
+def test_news_of_another_triton(monkeypatch):
+    """A version that is not in the table, one that compiles more or less than it says; a spill is none."""
+    entries = {"3.6": ("sm_90",), "3.7": (), "3.8": None}
+    monkeypatch.setattr(matrix, "KERNELS", {name: {"prefill": entries} for name in ("hopper", "triton")})
+    fine = [{"case": "hopper latent", "loop_spills": 3}, {"case": "D64", "loop_spills": 0}]
+    broken = [*fine, {"case": "varlen", "target": "sm_80", "error": "PassManager"}]
+    assert matrix.news("3.7.1", fine) == matrix.news("3.6.0", []) == []
+    assert matrix.news("3.9.0+git", fine)[0] == (
+        "hopper: 1 of 1 kernels compile with Triton 3.9, which coverage.py does not list"
+    )
+    assert len(matrix.news("3.9.0", fine)) == len(matrix.news("3.8.0", fine)) == 2
+    assert matrix.news("3.7.1", broken) == [
+        "triton: 1 of 2 kernels compile with Triton 3.7; first not: varlen for sm_80: PassManager"
+    ]
+    assert [line.partition(":")[0] for line in matrix.news("3.8.0", broken)] == ["hopper"]
+
+
 def test_the_documents_say_what_the_record_says():
     record = matrix.record(RECORD)
     assert matrix.SAID.search(matrix.DOCS.read_text())[0] == matrix.said(record)
