@@ -138,8 +138,8 @@ def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
     assert tilewise.plan(*inputs.args, **inputs.options).backend == "torch"
 
 
-class InThisProcess:
-    """In place of `processes.Pool`."""
+class AllRight:
+    """In place of `processes.Pool`: every check passes at once."""
 
     def __init__(self, command, size, limits):
         pass
@@ -148,13 +148,13 @@ class InThisProcess:
         while left:
             check = left.popleft()
             if is_left(check):
-                found = families.run(check, "cpu")
-                yield check, {"status": "ok", "seconds": 0.0, "detail": found.detail}, found.times
+                times = {check.backend: 1.0, "torch": 2.0} if check.kind == "time" else None
+                yield check, {"status": "ok", "seconds": 0.0, "detail": ""}, times
 
 
 @pytest.fixture
 def prove(small, monkeypatch):
-    monkeypatch.setattr(proving, "Pool", InThisProcess)
+    monkeypatch.setattr(proving, "Pool", AllRight)
     return on_stand_ins(monkeypatch)
 
 

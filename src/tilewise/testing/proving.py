@@ -116,16 +116,21 @@ def _add(proof: Proof, checks: Sequence[Check]) -> None:
 
 
 def _make(proof: Proof, checks: Sequence[Check], device: str, end: float, show: Show, command: Sequence[str]) -> None:
-    """Makes the checks that are left: those of results by several processes, then times, one after the other."""
+    """Makes the checks that are left: on a GPU those of results by several processes, since they mostly compile, then
+    times, one after the other; elsewhere family by family.
+    """
+    kind = torch.device(device).type
     of_results = [check for check in checks if check.kind != "time"]
     timed = [check for check in checks if check.kind == "time"]
-    on_gpu = device.startswith("cuda")
+    phases = [(of_results, min(MOST_PROCESSES, os.cpu_count() or 1)), (timed, 1)]
+    if kind != "cuda":
+        order = list(dict.fromkeys((check.backend, check.family) for check in checks))
+        phases = [(sorted(checks, key=lambda check: order.index((check.backend, check.family))), 1)]
     done = sum(_result(proof, check) is not None for check in checks)
-    for some, size in ((of_results, min(MOST_PROCESSES, os.cpu_count() or 1) if on_gpu else 1), (timed, 1)):
-        if some is timed:
-            some = [replace(check, apart=_failed(proof)) for check in timed]
-        left = deque(check for check in some if _is_left(proof, check))
-        pool = Pool(command, size, LIMITS[torch.device(device).type])
+    for some, size in phases:
+        wrong = _failed(proof)  # so that times are compared with those of right kernels
+        left = deque(replace(check, apart=wrong) for check in some if _is_left(proof, check))
+        pool = Pool(command, size, LIMITS[kind])
         for check, found, times in pool.run(left, end, lambda check: _is_left(proof, check)):
             if found["status"] != "open":
                 proof.families[check.backend][check.family][str(check)] = found | ({"times": times} if times else {})
