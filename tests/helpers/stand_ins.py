@@ -1,7 +1,7 @@
 """Stand-ins for the GPU backends, for tests of proofs: on CPU tensors, with the arithmetic of the torch backend.
 
-They have the real backends' families, refusals and records; a fault makes the kernels of one family wrong, slow, crash
-or hang. Times are those of a clock that only calls move. As a program it makes checks for a proof:
+They have the real backends' families, refusals and records; a fault makes the kernels of one family wrong, slow or
+crash. Times are those of a clock that only calls move. As a program it makes checks for a proof:
 `python stand_ins.py FAULTS DEVICE`, with FAULTS as JSON.
 """
 
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -80,8 +79,6 @@ class StandIn:
             result[first] *= 1 + 0.01 * (self.calls[family] % 2)  # within the bound of 16 bits
         elif fault == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
-        elif fault == "hang" and self.calls[family] > 1:
-            time.sleep(1000)
         elif fault == "full":
             raise RuntimeError("CUDA error: out of memory")
 

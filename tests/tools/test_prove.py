@@ -6,7 +6,9 @@ their checks in other processes as the real ones do.
 
 import json
 import os
+import pickle
 import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tilewise.testing import families, proving
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.families import Check
+from tilewise.testing.processes import Pool
 from tilewise.tools import doctor
 from tilewise.tools.cli import main
 
@@ -65,7 +68,7 @@ def on_stand_ins(monkeypatch, faults=None, **facts):
     monkeypatch.setattr(planner, "_warned", {"hopper", "triton"})
     planner.choose.cache_clear()
     command = [sys.executable, str(HELPER), json.dumps(faults or {}), "cpu"]
-    return lambda **options: proving.prove("cpu", command=command, **options)
+    return lambda **options: proving.prove("cpu", command=command, seconds=3600.0, **options)
 
 
 def prefill(**changes):
@@ -103,13 +106,12 @@ def test_the_cpu_proves_itself(small, capsys):
 
 FAULTS = {
     "hopper": {"prefill": "wrong", "latent decode": "crash", "backward": "late"},
-    "triton": {"prefill": "full", "decode": "random", "pages": "hang"},
+    "triton": {"prefill": "full", "decode": "random"},
 }
 
 
 def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
     """Each fault is that of its family; the others are taken."""
-    monkeypatch.setitem(proving.LIMITS, "cpu", (60.0, 1.0))
     proof = on_stand_ins(monkeypatch, FAULTS)()
     for name, family, kind, why in (
         ("hopper", "prefill", "failed", "case B2-H4-L33-D64-bf16-causal: out: 1 of 8448 elements are off"),
@@ -117,7 +119,7 @@ def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
         ("hopper", "backward", "slower", "2x the time of triton"),
         ("triton", "prefill", "open", ""),
         ("triton", "decode", "failed", "repeats, case B2-H4-Hkv2-L1-Lk90-D64-bf16"),
-        ("triton", "pages", "failed", "it did not end within 1 s"),
+        ("triton", "pages", "proven", ""),
         ("triton", "backward", "proven", ""),
     ):
         found = proof.verdict(name, family)
@@ -305,7 +307,7 @@ def test_one_process_at_a_time(prove, monkeypatch):
     said = []
     assert prove(show=lambda done, every, what: said.append(what)).is_complete
     assert said == ["another process checks this machine: waiting"]
-    assert waited == [0.0, proving.SECONDS + proving.WRITES]
+    assert waited == [0.0, 3600.0 + proving.WRITES]
     assert shown
 
 
@@ -364,6 +366,22 @@ def test_the_command_of_a_first_call_is_logged(small, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/no/python")
     proofs._by_command({"device": "Stand-in"}, torch.device("cuda"))
     assert "could not be started" in caplog.text
+
+
+@pytest.mark.parametrize(("answers", "limits", "why"), [
+    (("ready",), (0.1, 1e9), "it did not compile within 0.1 s"),
+    (("ready", "launched"), (1e9, 0.1), "it did not end within 0.1 s"),
+])  # fmt: skip
+def test_a_check_that_never_ends_has_failed(answers, limits, why):
+    """The next one has another process. Here each answers so much, and then nothing."""
+    said = b"".join(pickle.dumps((answer, "", None)) for answer in answers)
+    code = f"import sys, time; sys.stdout.buffer.write({said!r}); sys.stdout.flush(); time.sleep(1e6)"
+    checks = [Check("triton", "prefill", "case", Case(Lq=n)) for n in (1, 2)]
+    pool = Pool([sys.executable, "-c", code], 1, limits)
+    found = list(pool.run(deque(checks), float("inf"), lambda check: True))
+    assert [check for check, *_ in found] == checks
+    assert all((of["status"], of["detail"]) == ("failed", why) for _, of, _ in found)
+    assert not pool.children
 
 
 def test_processes_that_cannot_start_are_an_error(small):

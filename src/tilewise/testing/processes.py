@@ -20,6 +20,7 @@ from .families import Check
 READY, LAUNCHED, LAST = "ready", "launched", "last"  # besides results, what a process answers
 TOLD_TO_END = (-1, -2, -9, -15)  # signals of somebody, perhaps of the system since memory is full
 MOST_TOLD = 3  # processes that are told to end before no more are started
+HOURS = 36000.0  # seconds that are as good as none; a wait cannot be without end
 LAST_WORDS = 300  # characters of what a process said before it crashed
 Result = tuple[Check, dict[str, Any], "dict[str, float] | None"]  # status, seconds and detail; times by backend
 
@@ -39,7 +40,7 @@ class Child:
 
     def give(self, check: Check, seconds: float) -> None:
         self.check, self.since = check, time.monotonic()
-        self.limit, self.late = self.since + seconds, f"it did not compile within {seconds:.0f} s"
+        self.limit, self.late = self.since + seconds, f"it did not compile within {seconds:g} s"
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended; the thread that listens to it says so
             pickle.dump(check, self.process.stdin)
@@ -86,7 +87,7 @@ class Pool:
                     yield self._result(child, "failed", child.late, None)
                 if late:
                     continue
-                until = min(end, *(child.limit for child in busy))
+                until = min(end, now + HOURS, *(child.limit for child in busy))
                 with suppress(queue.Empty):
                     if (result := self._heard(*self.answers.get(timeout=until - now))) is not None:
                         yield result
@@ -139,7 +140,7 @@ class Pool:
         elif word == LAST:  # after the next answer
             child.is_done = True
         elif word == LAUNCHED:
-            child.limit, child.late = time.monotonic() + self.limits[1], f"it did not end within {self.limits[1]:.0f} s"
+            child.limit, child.late = time.monotonic() + self.limits[1], f"it did not end within {self.limits[1]:g} s"
         else:
             return self._result(child, word, detail, times)
         return None
