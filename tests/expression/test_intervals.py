@@ -29,6 +29,7 @@ WIDTHS = torch.tensor([3, 9, 20, 64])
 KINDS = torch.randint(0, 3, (N,), generator=random)
 GRID = torch.randn(8, 8, generator=random)
 SIDE = 8
+BLOCKS = torch.randint(0, 2, (HEADS, 10, 6), generator=random)
 
 
 def natten(b, h, q, k):
@@ -46,6 +47,7 @@ MASKS = {
     "heads": lambda b, h, q, k: q - k <= WIDTHS[h],
     "sinks": lambda b, h, q, k: ((q - k < 10) | (k < 4)) & (q >= k),
     "lengths": lambda b, h, q, k: k < LENGTHS[b],
+    "blocks": lambda b, h, q, k: BLOCKS[h, q // 7, k // 11] > 0,  # tiles reach into several
     "nothing": lambda b, h, q, k: q < 0,
 }
 

@@ -75,7 +75,7 @@ def _const(node: Node, device: torch.device) -> Range:
 
 
 def _load(x: Tensor, at: Sequence[Range]) -> Range:
-    """Bounds of the elements at these ranges of indices. If two dims have ranges, one of them is taken whole."""
+    """Bounds of the elements at these ranges of indices. If two dims have wide ranges, one of them is taken whole."""
     if x.numel() == 0:
         x = x.new_zeros([1] * x.ndim)
     ends = [_inside(i, n) for i, n in zip(at, x.shape, strict=True)]

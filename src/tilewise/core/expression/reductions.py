@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 
 Tensor = torch.Tensor
+FEW = 16  # ranges that are taken index by index
 
 
 def extremes(x: Tensor, ends: Sequence[tuple[Tensor, Tensor]], wide: Sequence[int], largest: bool) -> Tensor:
     """The smallest or largest element at indices `lo` to `hi` (inclusive) of each dim, which broadcast.
 
-    `wide` are the dims with ranges of more than one index. All but one of them are taken whole, which bounds the
-    result.
+    `wide` are the dims with ranges of more than one index. The widest is exact. Of the others, narrow ones are taken
+    index by index (tables of blocks, whose tiles reach into two or three), and the rest whole, which bounds the result.
     """
     if not wide:
         return x[tuple(lo.long() for lo, _ in ends)] if ends else x
-    kept = max(wide, key=lambda dim: x.shape[dim])
-    for dim in wide:
-        if dim != kept:
+    widths = {dim: int((ends[dim][1] - ends[dim][0]).max()) + 1 for dim in wide}
+    *others, kept = sorted(wide, key=lambda dim: (widths[dim], x.shape[dim]))
+    narrow: list[int] = []
+    for dim in others:
+        if math.prod(widths[d] for d in (*narrow, dim)) <= FEW:
+            narrow.append(dim)
+        else:
             x = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
     zero = torch.zeros((), dtype=torch.int64, device=x.device)
-    places = [zero if dim in wide else lo.long() for dim, (lo, _) in enumerate(ends) if dim != kept]
-    return _over_ranges(x.movedim(kept, -1), places, *(end.long() for end in ends[kept]), largest=largest)
+    whole = set(others) - set(narrow)
+    places = [zero if dim in whole else lo.long() for dim, (lo, _) in enumerate(ends)]
+    table, (first, last) = x.movedim(kept, -1), (end.long() for end in ends[kept])
+    found: Tensor | None = None
+    for steps in itertools.product(*(range(widths[dim]) for dim in narrow)):
+        own = list(places)
+        for dim, step in zip(narrow, steps, strict=True):
+            own[dim] = torch.minimum(places[dim] + step, ends[dim][1].long())
+        del own[kept]
+        part = _over_ranges(table, own, first, last, largest=largest)
+        found = part if found is None else torch.maximum(found, part) if largest else torch.minimum(found, part)
+    assert found is not None
+    return found
 
 
 def _over_ranges(x: Tensor, places: list[Tensor], lo: Tensor, hi: Tensor, *, largest: bool) -> Tensor:
