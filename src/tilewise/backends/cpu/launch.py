@@ -273,7 +273,7 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     refer to rows that do not exist.
     """
     p, template = plan.problem, plan.detail
-    if p.mods is not None and (template.params.prefill_amx or depends_on_values(p.mods, t)):
+    if p.mods is not None and (template.params.prefill_tiles or depends_on_values(p.mods, t)):
         return None
     params, kept = make_params(plan, t, template.work_items is None)
     if template.work_items is None:
