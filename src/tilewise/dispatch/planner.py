@@ -166,7 +166,7 @@ def trust(name: str, problem: Problem, here: bool = True, asks: bool = False) ->
         return False, f"{kernels} took {found.why} on this machine by `tilewise prove`"
     if unproven is None or found.kind == "proven":
         return True, None
-    return unproven.taken, f"{unproven.what}: {_offer(name, unproven, facts)}"
+    return unproven.taken, f"{unproven.what}: {_offer(name, unproven, facts, here)}"
 
 
 def family(name: str, problem: Problem) -> str:
@@ -191,12 +191,12 @@ def _verdict(name: str, problem: Problem, facts: proofs.Facts | None) -> proofs.
     return proofs.Verdict("open") if proof is None else proof.verdict(name, family(name, problem))
 
 
-def _offer(name: str, unproven: Unproven, facts: proofs.Facts | None) -> str:
+def _offer(name: str, unproven: Unproven, facts: proofs.Facts | None, here: bool) -> str:
     """What `tilewise prove` would change."""
     result = "removes this note" if unproven.taken else f"lets calls take {name} where it is right and faster"
     new = None if facts is None else proofs.changed(facts)
     since = f"; since the last time: {new}" * (new is not None)
-    return f"`tilewise prove` checks them on this machine, and {result}{since}"
+    return f"`tilewise prove` checks them on {'this' if here else 'that'} machine, and {result}{since}"
 
 
 def _noted(plan: Plan, note: str | None) -> Plan:

@@ -30,6 +30,7 @@ SECONDS = 110.0  # of a proof in all: what is left then is for the next one
 LIMITS = {"cuda": (90.0, 60.0), "mps": (90.0, 60.0), "cpu": (float("inf"), float("inf"))}
 WRITES = 10.0  # seconds that a process may take longer than it was given
 MOST_PROCESSES = 8
+MEMORY = 3 << 30  # bytes of a GPU for each of them: its context, the largest case and the scores of the oracle
 CHILD = "from tilewise.testing.prove_child import main; main()"
 OWN_SIGNALS = (-1, -2, -9, -15)  # a process that was told to end, perhaps since memory is full
 STDERR_TAIL = 300  # characters of what a process said before it crashed
@@ -122,8 +123,10 @@ def _make(proof: Proof, checks: Sequence[Check], device: str, end: float, show: 
     kind = torch.device(device).type
     of_results = [check for check in checks if check.kind != "time"]
     timed = [check for check in checks if check.kind == "time"]
-    phases = [(of_results, min(MOST_PROCESSES, os.cpu_count() or 1)), (timed, 1)]
-    if kind != "cuda":
+    if kind == "cuda":
+        fit = int(torch.cuda.mem_get_info(device)[0] // MEMORY)
+        phases = [(of_results, max(1, min(MOST_PROCESSES, os.cpu_count() or 1, fit))), (timed, 1)]
+    else:
         order = list(dict.fromkeys((check.backend, check.family) for check in checks))
         phases = [(sorted(checks, key=lambda check: order.index((check.backend, check.family))), 1)]
     done = sum(_result(proof, check) is not None for check in checks)
