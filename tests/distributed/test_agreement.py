@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ranks import Pool, mesh_of
 from tilewise import InvalidArgument, distributed
-from tilewise.distributed import agreement
+from tilewise.distributed import agreement, exchange, pair_call
 
 TIMEOUT = 60  # seconds that a rank waits for another: only where a test fails
 X = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -100,6 +100,92 @@ def test_calls_that_ranks_have_made_before(two, which, name):
     for *before, differs, again in two(_known_calls, which):
         assert {*before, again} == {"fine"}
         assert differs.startswith(f"InvalidArgument: {name}: got "), differs
+
+
+OPTION_TENSORS = {
+    "sinks": lambda: torch.zeros(4),
+    "alibi_slopes": lambda: torch.ones(4),
+    "mask": lambda: torch.zeros(8, 16),
+    "q_bias": lambda: torch.zeros(1, 4, 8),
+    "k_bias": lambda: torch.zeros(1, 4, 16),
+}
+
+
+def _gradients_on_one_rank(name, scheme):
+    """What is said where an option requires grad on the last rank alone; before and after it does on both."""
+    last, found = dist.get_rank() == 1, []
+    for wanted in (True, last, False):
+        x = OPTION_TENSORS[name]().requires_grad_(wanted)
+        found.append(said(attend, scheme=scheme, **{name: x}))
+    return found
+
+
+@pytest.mark.parametrize(("name", "scheme"), [*((name, "ring") for name in OPTION_TENSORS), ("sinks", "ulysses")])
+def test_an_option_that_requires_grad_on_one_rank(two, name, scheme):
+    """Its backward pass sends messages that the other rank would never ask for."""
+    for before, differs, after in two(_gradients_on_one_rank, name, scheme):
+        assert (before, after) == ("fine", "fine")
+        assert differs.startswith(f"InvalidArgument: {name}: got "), differs
+
+
+def _an_error_midway(direction):
+    """The messages that are still in transit after an error in a ring, and what a call says then."""
+    made, kept, messages = [], getattr(pair_call.Call, direction), exchange.Messages
+
+    class Recorded(messages):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(len(self.works))
+            posted.append(self)
+
+    def fails(*args, **options):
+        raise MemoryError
+
+    posted = []
+    exchange.Messages = Recorded
+    setattr(pair_call.Call, direction, fails)
+    try:
+        attend(backward=True)
+        raised = False
+    except MemoryError:
+        raised = True
+    finally:
+        exchange.Messages = messages
+        setattr(pair_call.Call, direction, kept)
+    return raised, sum(made) > 0, sum(len(x.works) for x in posted), said(attend, backward=True)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_messages_are_waited_for_after_an_error(two, direction):
+    """Memory that is received into, or sent, must outlive the messages."""
+    assert two(_an_error_midway, direction) == [(True, True, 0, "fine")] * 2
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, distributed.RankLost])
+def test_what_is_in_transit_is_drained_after_an_error_alone(error):
+    """All of it, also what a lost rank sends no more; the error stays the first one."""
+    waited = []
+
+    class InTransit:
+        def __init__(self, number):
+            self.messages, self.number = self, number
+
+        def wait(self):
+            waited.append(self.number)
+            if self.number == 0:
+                raise distributed.RankLost("rank 1")
+
+    in_transit = [InTransit(0), InTransit(1)]
+    if error is None:
+        with exchange.drained_on_error(in_transit):
+            pass
+        assert not waited
+        return
+    first = error("the first")
+    with pytest.raises(error) as raised, exchange.drained_on_error(in_transit):
+        raise first
+    assert raised.value is first
+    assert waited == [0, 1]
 
 
 def _faults(size, scheme, mesh):
