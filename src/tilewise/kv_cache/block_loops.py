@@ -131,6 +131,8 @@ def merge_rows(out: Any, lse: Any, other: Any, other_lse: Any):  # type: ignore[
             continue
         top = max(lse[r], other_lse[r])
         mine, its = math.exp(lse[r] - top), math.exp(other_lse[r] - top)  # one of them is 1
+        if top == math.inf:  # of a sink that takes all weight
+            mine, its = 1.0 if lse[r] == top else 0.0, 1.0 if other_lse[r] == top else 0.0
         total = mine + its
         mine, its = mine / total, its / total
         if mine == 0:  # an empty state: its row may hold anything
