@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -493,6 +494,22 @@ def test_a_disk_that_refuses_leaves_what_was_there(kind, saved, monkeypatch, whe
     monkeypatch.undo()
     assert path.read_bytes() == whole
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be opened there")
+def test_a_file_is_on_disk_before_its_name_is(kind, saved, monkeypatch):
+    """After a power failure the name must not lead to a file without contents; the name itself is in the folder."""
+    path, _, _ = saved
+    sync, replace, done = os.fsync, files.Path.replace, []
+
+    def synced(number):
+        done.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else os.fstat(number).st_size)
+        sync(number)
+
+    monkeypatch.setattr(files.os, "fsync", synced)
+    monkeypatch.setattr(files.Path, "replace", lambda *args: (done.append("name"), replace(*args)))
+    kind.save(path)
+    assert done == [path.stat().st_size, "name", "folder"]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
