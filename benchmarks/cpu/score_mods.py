@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import resource
 import secrets
 import subprocess
 import sys
@@ -175,15 +174,30 @@ def table(seconds: float) -> Iterator[Row]:
         }
         for a, b in zip(*(call() for call in calls.values()), strict=True):
             assert float((a - b).abs().max() / b.abs().max()) < 1e-4, name
-        row = compare(f"{name} with its gradient, L {length}, H {heads}", calls, 1.0, seconds)
-        yield row | {"extra_mb": peak_of(calls["ours"])}
+        yield compare(f"{name} with its gradient, L {length}, H {heads}", calls, 1.0, seconds)
 
 
-def peak_of(call: Callable[[], Any]) -> float:
-    """MB by which a call raises the process's peak of memory."""
+def memory(seconds: float) -> Iterator[Row]:
+    """What forward and backward of a table by distance need beside their inputs, in processes of their own."""
+    code = """
+import resource, sys, torch
+from tilewise import attention
+torch.set_num_threads(2)
+def both(n):
+    q, k, v = (torch.randn(1, 12, n, 64, requires_grad=True) for _ in range(3))
+    x = torch.randn(12, 2 * n, requires_grad=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    call()
-    return round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)
+    out = attention(q, k, v, score_mod=lambda s, b, h, q, k: s + x[h, q - k + n])
+    torch.autograd.grad(out, (q, k, v, x), torch.ones_like(out))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+both(128)
+print(both(int(sys.argv[1])))
+"""
+    for length in (1024, 2048, 4096):
+        done = subprocess.run([sys.executable, "-c", code, str(length)], capture_output=True, text=True, check=True)
+        mb, cells = float(done.stdout), 12 * length * length * 4 / 2**20
+        print(f"table by distance, L {length}, H 12: {mb:.0f} MB; one float for each cell: {cells:.0f} MB")
+        yield {"work": f"memory of a table by distance, L {length}, H 12", "mb": mb, "cells_mb": cells}
 
 
 def options(seconds: float) -> Iterator[Row]:
@@ -314,7 +328,7 @@ def decode(seconds: float) -> Iterator[Row]:
             yield compare(f"decode of 1 x 8k, {name}, {dtype}", calls, 0.9, seconds)
 
 
-PARTS = {f.__name__: f for f in (backward, table, options, documents, tiles, first, again, decode, flex)}
+PARTS = {f.__name__: f for f in (backward, table, memory, options, documents, tiles, first, again, decode, flex)}
 
 
 def main() -> None:
