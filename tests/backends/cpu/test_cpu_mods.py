@@ -257,6 +257,18 @@ def test_a_repeated_call_reads_the_tensors_that_it_captures():
         assert torch.equal(x, found[n % 3])
 
 
+def test_infinities_in_a_repeated_call():
+    """Tiles of bf16 leave them to another kernel."""
+    q, k, v = (draw(1, n, L, D, dtype=torch.bfloat16) for n in (H, 2, 2))
+    options = {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + L], "causal": True, "backend": "cpu"}
+    for _ in range(2):
+        clean = attention(q, k, v, **options)
+    k[:, :, 100], v[:, :, 100] = torch.inf, torch.inf
+    for _ in range(2):
+        found = attention(q, k, v, **options)
+        torch.testing.assert_close(found[:, :, :100], clean[:, :, :100], atol=2e-2, rtol=2e-2)
+
+
 def test_the_planner_chooses_the_cpu():
     q, k, v = draw(1, H, 20, D), draw(1, H, L, D), draw(1, H, L, D)
     assert plan(q, k, v, score_mod=softcap_table, mask_mod=documents).backend == "cpu"

@@ -254,7 +254,8 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
                     pool.release()
             if not status & UNDONE_ITEM:
                 break
-            for x in structs:  # an infinity, which tiles cannot process: again, by fp32
+            # An infinity, which tiles cannot process: again, by fp32.
+            for x in (*structs, Params.from_address(address)):
                 x.prefill = compiler.function("prefill")
         if status & WRONG_TABLES:
             return False
@@ -273,7 +274,7 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     refer to rows that do not exist.
     """
     p, template = plan.problem, plan.detail
-    if p.mods is not None and (template.params.prefill_tiles or depends_on_values(p.mods, t)):
+    if p.mods is not None and depends_on_values(p.mods, t):
         return None
     params, kept = make_params(plan, t, template.work_items is None)
     if template.work_items is None:
