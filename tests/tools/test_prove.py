@@ -24,7 +24,7 @@ from tilewise.testing import families, proving
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.families import Check
-from tilewise.testing.processes import Pool
+from tilewise.testing.processes import MOST_TOLD, Pool
 from tilewise.tools import doctor
 from tilewise.tools.cli import main
 
@@ -337,13 +337,20 @@ def test_time_that_is_over_says_nothing(small, capsys):
 
 def test_a_first_call_proves_by_the_environment(prove, monkeypatch, caplog):
     """TILEWISE_PROVE=auto: once in a process, and where something is unproven."""
-    asked = []
+    asked, tried = [], []
     monkeypatch.setattr(proofs, "_asked", set())
     monkeypatch.setattr(proofs, "_by_command", lambda facts, device: (asked.append(device), prove()))
     monkeypatch.setenv("TILEWISE_PROVE", "yes")
     assert prefill().backend == "triton"
     assert "TILEWISE_PROVE='yes' is not known" in caplog.text
     monkeypatch.setenv("TILEWISE_PROVE", "auto")
+    monkeypatch.setattr(proofs, "_asked", set())
+    planner.choose.cache_clear()
+    by_command = proofs._by_command
+    monkeypatch.setattr(proofs, "_by_command", lambda facts, device: tried.append(device))  # and finds nothing
+    assert prefill().backend == backward().backend == "triton"
+    assert len(tried) == 1
+    monkeypatch.setattr(proofs, "_by_command", by_command)
     monkeypatch.setattr(proofs, "_asked", set())
     planner.choose.cache_clear()
     assert doctor.examine()["backends"]["triton"]["records"].startswith("compiled with Triton 3.7")
@@ -356,7 +363,7 @@ def test_a_first_call_proves_by_the_environment(prove, monkeypatch, caplog):
 
 
 def test_the_command_of_a_first_call_is_logged(small, monkeypatch, caplog):
-    code = "print(sys.argv[-1], __import__('os').environ.get('TILEWISE_PROVE'), __import__('tilewise').__file__)"
+    code = "print(sys.argv[-1], __import__('os').environ.get('TILEWISE_PROVE'), __import__('importlib.util').util.find_spec('tilewise').origin)"
     monkeypatch.setattr(proofs, "COMMAND", code)
     monkeypatch.setenv("TILEWISE_PROVE", "auto")
     caplog.set_level("INFO")
@@ -382,6 +389,15 @@ def test_a_check_that_never_ends_has_failed(answers, limits, why):
     assert [check for check, *_ in found] == checks
     assert all((of["status"], of["detail"]) == ("failed", why) for _, of, _ in found)
     assert not pool.children
+
+
+def test_processes_that_somebody_ends_say_nothing():
+    """Perhaps the system, since memory is full. After a few no more are started."""
+    said = pickle.dumps(("ready", "", None))
+    code = f"import os, sys; sys.stdout.buffer.write({said!r}); sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    checks = deque(Check("triton", "prefill", "case", Case(Lq=n)) for n in range(1, 9))
+    found = list(Pool([sys.executable, "-c", code], 1, (1e9, 1e9)).run(checks, float("inf"), lambda check: True))
+    assert [of["status"] for _, of, _ in found] == ["open"] * MOST_TOLD
 
 
 def test_processes_that_cannot_start_are_an_error(small):
