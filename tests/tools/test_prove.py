@@ -363,7 +363,10 @@ def test_a_first_call_proves_by_the_environment(prove, monkeypatch, caplog):
 
 
 def test_the_command_of_a_first_call_is_logged(small, monkeypatch, caplog):
-    code = "print(sys.argv[-1], __import__('os').environ.get('TILEWISE_PROVE'), __import__('importlib.util').util.find_spec('tilewise').origin)"
+    code = (
+        "import importlib.util, os; "
+        "print(sys.argv[-1], os.environ.get('TILEWISE_PROVE'), importlib.util.find_spec('tilewise').origin)"
+    )
     monkeypatch.setattr(proofs, "COMMAND", code)
     monkeypatch.setenv("TILEWISE_PROVE", "auto")
     caplog.set_level("INFO")
