@@ -454,6 +454,11 @@ def test_what_has_no_kernels_is_refused(small, capsys, monkeypatch):
     monkeypatch.setattr(planner, "BACKENDS", ("torch", "reference"))
     assert main(["prove", "--device", "cpu"]) == 2
     assert "a GPU, or a CPU with Numba" in capsys.readouterr().err
+    monkeypatch.setattr(planner, "BACKENDS", ("cpu", "torch"))
+    monkeypatch.setattr(families, "checks_of", lambda *_: [])  # as with a GPU, and no Triton
+    assert main(["prove", "--device", "cpu"]) == 2
+    assert "`tilewise doctor` says" in capsys.readouterr().err
+    proofs.renew()
     for words in (["--device", "tpu"], ["--device", "cpu:1"], ["--minutes", "0"], ["--minutes", "soon"]):
         with pytest.raises(SystemExit):
             main(["prove", *words])

@@ -73,6 +73,10 @@ def prove(
         if not alone:
             return proof
         checks = families.checks_of(str(where), backends, of_family)
+        if not checks:
+            raise InvalidArgument(
+                "device", str(where), "one with kernels that run here: `tilewise doctor` says what lacks"
+            )
         _add(proof, checks)
         try:
             _keep(proof)
