@@ -391,3 +391,30 @@ def test_eager_calls_do_not_pass_the_dispatcher(monkeypatch):
     monkeypatch.setattr(tilewise.ops, "traced", None)
     monkeypatch.setattr(tilewise.ops, "_run", None)
     assert attention(*dense()).shape == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize("width", [16, 24], ids=["value dim of q", "another"])
+@pytest.mark.parametrize("place", ["contiguous", "transposed", "sliced", "broadcast"])
+@pytest.mark.parametrize("entry", ["attention", "attention blhd", "varlen_attention"])
+def test_strides_of_results_are_those_that_tracers_are_told(entry, place, width):
+    """Compiled code reads results by them: those of a q that is a view, too."""
+    shapes = {"attention": (2, 4, 6, 16), "attention blhd": (2, 6, 4, 16), "varlen_attention": (12, 4, 16)}
+    shape = shapes[entry]
+
+    def given(device):
+        q = torch.ones(shape, device=device)
+        if place == "transposed":
+            q = torch.ones(*shape[:-3], shape[-2], shape[-3], 16, device=device).transpose(-2, -3)
+        elif place == "sliced":
+            q = torch.ones(*shape[:-1], 20, device=device)[..., :16]
+        elif place == "broadcast":
+            q = torch.ones(1, *shape[1:], device=device).expand(shape)
+        k, v = torch.ones(shape, device=device), torch.ones(*shape[:-1], width, device=device)
+        if entry == "varlen_attention":
+            cu = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+            return tilewise.varlen_attention(q, k, v, cu, cu, max_q=7, max_k=7, return_lse=True)
+        layout = "blhd" if "blhd" in entry else "bhld"
+        return tilewise.attention(q, k, v, layout=layout, return_lse=True)
+
+    for told, real in zip(given("meta"), given("cpu"), strict=True):
+        assert (told.shape, told.stride(), told.dtype) == (real.shape, real.stride(), real.dtype)
