@@ -247,16 +247,6 @@ def is_counter(x: Any) -> bool:
     return isinstance(x, Place) and x.kind == COUNTERS
 
 
-def apart(want: list[Recorded], got: list[Recorded]) -> tuple[list[Recorded], list[Recorded]]:
-    """Launches of the kernels in `want`, and those of others."""
-    kinds = [(x.kernel, x.compiled_for) for x in want]
-    own: list[Recorded] = []
-    others: list[Recorded] = []
-    for x in got:
-        (own if (x.kernel, x.compiled_for) in kinds else others).append(x)
-    return own, others
-
-
 class Comparison:
     """What is wrong with a call's launches, by the way in which it was launched. They are compared with those of a new
     launcher, through Triton.
@@ -273,15 +263,14 @@ class Comparison:
             self.wrong[way] = found
 
     def first(self, way: str, launch: Launch, tensors: Named) -> list[Recorded]:
-        """A call that is launched through Triton. It may also launch what only a graph capture will need."""
+        """A call that is launched through Triton. After it comes what only a graph capture will need."""
         want = self.recorder.through_triton(self.call.new(), tensors)
         got = self.recorder.record(launch, tensors)
-        own, others = apart(want, got)
-        found = differences(want, own)
-        if others:
+        found = differences(want, got[: len(want)])
+        if others := got[len(want) :]:
             with self.recorder.capture():
                 captured = self.recorder.through_triton(self.call.new(), tensors)
-            found += [f"{x.kernel} is launched too" for x in apart(captured, others)[1]]
+            found += [f"for captures: {x}" for x in differences(captured, others)]
         self.add(way, found)
         return got
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from launch_calls import changes, misaligned, repeats
-from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores, tensor_map
-from tilewise.backends.gpu.launch_program import LaunchProgram
+from launch_recorder import STREAM
+from tilewise.backends.gpu import block_sparsity_launch, kernel, launcher, semaphores, tensor_map
+from tilewise.backends.gpu.launch_program import LaunchProgram, Origin, Recorder
 from tilewise.backends.hopper.bwd import launch as hopper_backward
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 from tilewise.backends.hopper.fwd import launch as hopper_prefill
 from tilewise.backends.hopper.mla import launch as hopper_latent
 from tilewise.backends.triton import kv_write, merge
-from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton.bwd import dense_mask
 from tilewise.backends.triton.bwd import launch as triton_backward
 from tilewise.core.private import torch as private
@@ -52,7 +52,7 @@ def around(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..
     patch.setattr(owner, name, lambda *given, **more: change(honest, *given, **more))
 
 
-def off(patch: pytest.MonkeyPatch, launcher: Any, name: str, by: int, holder: Any = None) -> None:
+def off(patch: pytest.MonkeyPatch, owner: Any, name: str, by: int, holder: Any = None) -> None:
     """A number that is another one while a launcher launches by address."""
 
     def wrong(relaunch: Any, self: Any, *given: Any) -> None:
@@ -64,7 +64,7 @@ def off(patch: pytest.MonkeyPatch, launcher: Any, name: str, by: int, holder: An
         finally:
             setattr(own, name, honest)
 
-    around(patch, launcher, "relaunch", wrong)
+    around(patch, owner, "relaunch", wrong)
 
 
 class AnyKey(dict[Any, Any]):
@@ -77,22 +77,32 @@ class AnyKey(dict[Any, Any]):
 # Pointers
 
 
-@mutant("Q and K swapped", "triton, prefill", "triton, split", "hopper, causal", "hopper, latent")
+def swapped(replay: Any, self: Any, addresses: list[int]) -> None:
+    replay(self, [addresses[1], addresses[0], *addresses[2:]])
+
+
+@mutant("the first two tensors swapped", "triton, prefill", "triton, split", "write, bf16", "write, int8")
+def _(patch: pytest.MonkeyPatch) -> None:
+    around(patch, LaunchProgram, "__call__", swapped)
+
+
+@mutant("Q and K swapped", "hopper, causal", "hopper, latent")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(relaunch: Any, self: Any, ready: Any, addresses: list[int], *more: Any) -> None:
         relaunch(self, ready, [addresses[1], addresses[0], *addresses[2:]], *more)
 
-    for launcher in (triton_launch.Launcher, hopper_prefill.Launcher, hopper_latent.Launcher):
-        around(patch, launcher, "relaunch", wrong)
+    for owner in (hopper_prefill.Launcher, hopper_latent.Launcher):
+        around(patch, owner, "relaunch", wrong)
 
 
 @mutant("K and V swapped where the call is bound", "triton, prefill", "hopper, causal")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(bind: Any, launcher: Any, t: Any) -> Any:
-        launch = bind(launcher, t)
+    def wrong(bind: Any, own: Any, t: Any) -> Any:
+        launch = bind(own, t)
         return lambda q, k, v, *more: launch(q, v, k, *more)
 
-    around(patch, kernel, "bind_addresses", wrong)
+    for module in (kernel, launcher):
+        around(patch, module, "bind_addresses", wrong)
 
 
 @mutant("dK and dV swapped", "triton backward, causal")
@@ -114,14 +124,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
         relaunch(self, ready, at | {"k": at["v"], "v": at["k"]}, device)
 
     around(patch, WideLauncher, "relaunch", wrong)
-
-
-@mutant("new rows of K and V swapped", "write, bf16", "write, int8")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
-        replay(self, [addresses[1], addresses[0], *addresses[2:]])
-
-    around(patch, LaunchProgram, "__call__", wrong)
 
 
 @mutant("the last pointers swapped", "merge", "triton, mask", "hopper, varlen")
@@ -180,14 +182,60 @@ def _(patch: pytest.MonkeyPatch) -> None:
 # Workspaces
 
 
-@mutant("partials at a wrong offset", "triton, split", "triton, split, combined after")
+def moved_origin(patch: pytest.MonkeyPatch, move: Callable[[Recorder, Origin], Origin]) -> None:
+    around(patch, Recorder, "origin", lambda origin, self, x: move(self, origin(self, x)))
+
+
+@mutant("memory that is not a tensor at a wrong offset", "triton, split", "triton, split, combined after")
 def _(patch: pytest.MonkeyPatch) -> None:
-    off(patch, triton_launch.Launcher, "partial_at", 4)
+    moved_origin(patch, lambda r, x: x if x.source < len(r.tensors) else x._replace(offset=x.offset + 16))
 
 
 @mutant("partials over the semaphores", "triton, split")
 def _(patch: pytest.MonkeyPatch) -> None:
-    off(patch, triton_launch.Launcher, "semaphores_end", -4)
+    moved_origin(patch, lambda r, x: x if x.source < len(r.tensors) else x._replace(offset=0))
+
+
+@mutant("workspaces overlap", "triton, mask", "triton, split, combined after")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(workspace: Any, self: Any, made: torch.Tensor) -> torch.Tensor:
+        workspace(self, made)
+        self.workspace_bytes -= 256
+        return made
+
+    around(patch, Recorder, "workspace", wrong)
+
+
+@mutant("too small a workspace", "triton, mask", "triton, split, combined after")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.workspace_bytes -= 4
+
+    around(patch, LaunchProgram, "__init__", wrong)
+
+
+@mutant("the last call's workspace", "triton, split, combined after")
+def _(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, torch.Tensor] = {}
+
+    def wrong(empty: Any, *shape: Any, **how: Any) -> torch.Tensor:
+        if how.get("dtype") is not torch.uint8 or len(shape) > 1:
+            return empty(*shape, **how)
+        return kept.setdefault(shape, empty(*shape, **how))
+
+    around(patch, torch, "empty", wrong)
+
+
+@mutant("the first call's states", "triton, tile map, other tiles")
+def _(patch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+
+    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
+        kept.append(addresses[-1])
+        replay(self, [*addresses[:-1], kept[0]])
+
+    around(patch, LaunchProgram, "__call__", wrong)
 
 
 @mutant("flags at a wrong offset", "hopper, causal")
@@ -200,9 +248,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     off(patch, hopper_latent.Launcher, "lse_at", 4)
 
 
-@mutant(
-    "ranks over the lists", "triton, mask", "triton, tile map", "triton backward, mask, bool", "hopper, block indices"
-)
+@mutant("ranks over the lists", "triton backward, mask, bool", "hopper, block indices")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -211,7 +257,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, block_sparsity_launch.Listing, "__init__", wrong)
 
 
-@mutant("lists without room for ranks", "triton, mask", "hopper, mask")
+@mutant("lists without room for ranks", "hopper, mask")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -220,7 +266,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, block_sparsity_launch.Listing, "__init__", wrong)
 
 
-@mutant("the last call's workspace", "triton, split, combined after", "hopper, latent, many")
+@mutant("the last call's own workspace", "hopper, latent, many")
 def _(patch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, Any] = {}
 
@@ -229,7 +275,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
             kept[self] = memory(self, device)
         return kept[self]
 
-    around(patch, triton_launch.Launcher, "memory", wrong)
     around(patch, hopper_latent.Launcher, "workspace", wrong)
 
 
@@ -245,26 +290,45 @@ def _(patch: pytest.MonkeyPatch) -> None:
 # Launches
 
 
-@mutant("no fix-up", "triton, prefill", "hopper, causal")
+def relaunched(patch: pytest.MonkeyPatch, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Programs with other launches."""
+
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.launches = change(self.launches)
+
+    around(patch, LaunchProgram, "__init__", wrong)
+
+
+@mutant("the last kernel is missing", "triton, prefill", "triton, split, combined after", "triton, split")
 def _(patch: pytest.MonkeyPatch) -> None:
-    for launcher in (triton_launch.Launcher, hopper_prefill.Launcher):
-        around(patch, launcher, "relaunch", lambda go, self, ready, *more: go(self, ready._replace(fixup=None), *more))
+    relaunched(patch, lambda launches: launches[:-1])
 
 
-@mutant("the fix-up first", "triton, prefill")
+@mutant("launches in another order", "triton, prefill", "triton, split, combined after", "triton, mask")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(relaunch: Any, self: Any, ready: Any, *more: Any) -> None:
-        relaunch(self, ready._replace(attention=ready.fixup, fixup=ready.attention), *more)
-
-    around(patch, triton_launch.Launcher, "relaunch", wrong)
+    relaunched(patch, lambda launches: launches[::-1])
 
 
-@mutant("splits that nobody combines", "triton, split, combined after", "hopper, latent, many")
+@mutant("captures as other calls", "triton, split")
 def _(patch: pytest.MonkeyPatch) -> None:
-    for launcher in (triton_launch.Launcher, hopper_latent.Launcher):
-        around(
-            patch, launcher, "relaunch", lambda go, self, ready, *more: go(self, ready._replace(combining=None), *more)
-        )
+    around(patch, LaunchProgram, "__init__", lambda init, self, recorded, captured=None: init(self, recorded))
+
+
+@mutant("no fix-up", "hopper, causal")
+def _(patch: pytest.MonkeyPatch) -> None:
+    around(
+        patch, hopper_prefill.Launcher, "relaunch",
+        lambda go, self, ready, *more: go(self, ready._replace(fixup=None), *more),
+    )  # fmt: skip
+
+
+@mutant("splits that nobody combines", "hopper, latent, many")
+def _(patch: pytest.MonkeyPatch) -> None:
+    around(
+        patch, hopper_latent.Launcher, "relaunch",
+        lambda go, self, ready, *more: go(self, ready._replace(combining=None), *more),
+    )  # fmt: skip
 
 
 @mutant("steps in another order", "hopper backward, causal", "hopper backward, wide, varlen", "hopper backward, split")
@@ -281,9 +345,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
-@mutant(
-    "another stream", "triton, split", "triton backward, mask, broadcast", "hopper, latent", "hopper backward, wide"
-)
+@mutant("no stream", "triton, split", "triton, mask")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def wrong(init: Any, self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.stream = STREAM
+
+    around(patch, LaunchProgram, "__init__", wrong)
+
+
+@mutant("another stream", "triton backward, mask, broadcast", "hopper, latent", "hopper backward, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(launch: Any, self: Any, addresses: list[int], stream: int) -> None:
         launch(self, addresses, stream + 1)
@@ -295,9 +366,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
-        self.launch_config.count = 0
+        self.config.count = 0
 
-    around(patch, kernel.CompiledLaunch, "__init__", wrong)
+    around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
 @mutant("a number too large by one", "triton, varlen", "triton backward, varlen", "hopper, varlen", "write, int8")
@@ -311,13 +382,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mutant("a key without strides", "triton, prefill", "triton, split", "hopper, causal", "hopper backward, causal",
         "hopper backward, wide", check=changes)  # fmt: skip
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (kernel, triton_launch, hopper_backward):
+    for module in (kernel, launcher, hopper_backward):
         patch.setattr(module, "key_of", lambda k, given: (k.shape,))
 
 
 @mutant("a key without one tensor's strides", "triton, mask", "hopper, mask", "hopper, latent, paged", check=changes)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (kernel, triton_launch):
+    for module in (kernel, launcher):
         patch.setattr(module, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
 
 
@@ -327,22 +398,22 @@ def _(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "key_of", lambda k, given: tuple(x.stride() for x in given))
 
 
-@mutant("any key", "triton backward, causal", "triton backward, mask, dense", "hopper backward, mask", "write, bf16",
-        "merge", check=changes)  # fmt: skip
+@mutant("any key", "triton, prefill", "triton backward, causal", "triton backward, mask, dense",
+        "hopper backward, mask", "write, bf16", "merge", check=changes)  # fmt: skip
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
         for name in {"ready", "programs"} & vars(self).keys():
             setattr(self, name, AnyKey())
 
-    for launcher in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append):
-        around(patch, launcher, "__init__", wrong)
+    for owner in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append, launcher.PlanLauncher):
+        around(patch, owner, "__init__", wrong)
     patch.setattr(merge, "_programs", AnyKey())
 
 
 def aligned_or_not(patch: pytest.MonkeyPatch) -> None:
     """Addresses that are not looked at."""
-    for module in (kernel, triton_backward, hopper_backward, merge):
+    for module in (kernel, launcher, triton_backward, hopper_backward, merge):
         patch.setattr(module, "is_aligned", lambda addresses, device: private.current_device() == device.index)
 
 

@@ -4,7 +4,6 @@ import ctypes
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,21 +12,13 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-import tilewise
-from tilewise.backends.gpu import block_sparsity_launch, kernel, semaphores
+from tilewise.backends.gpu import block_sparsity_launch, kernel, launcher, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
-from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import launch as prefill
 from tilewise.backends.hopper.mla import launch as latent
-from tilewise.backends.triton import launch as triton_launch
-from tilewise.backends.triton.arguments import TENSORS
-from tilewise.backends.triton.spec import Config
-from tilewise.core.options import Options
-from tilewise.core.plan import Plan
 from tilewise.core.private import torch as private
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
-from tilewise.validation import calls
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -185,34 +176,30 @@ class Recorded:
     """In the place of a plan's launches: what they are given."""
 
     def __init__(self):
-        self.ready, self.called, self.launched = {}, [], []
+        self.programs, self.called, self.launched = {}, [], []
 
     def __call__(self, t):
         self.called.append(t)
         given = [x for x in (getattr(t, name) for name in call_cache.FIELDS) if x is not None]
-        self.ready[kernel.key_of(t.k, given)] = "ready"
-
-    def relaunch(self, ready, addresses, device):
-        self.launched.append((ready, addresses))
+        self.programs[launcher.key_of(t.k, given)] = self.launched.append
 
 
 def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
-    """In the order of the kernels' arguments, whatever the caller's layout is; the first time through the plan."""
+    """In the order of the fields, whatever the caller's layout is; the first time through the plan."""
     monkeypatch.setattr(private, "current_device", lambda: None)  # a CPU has no index
     q, pages, out = torch.randn(2, 4, 1, 32), torch.randn(8, 16, 2, 32), torch.empty(2, 4, 1, 32)
     lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     rows = pages.transpose(1, 2)
     bound = Recorded()
-    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
+    launch = launcher.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
     given = (q, pages, pages, out, None, None, None, None, None, None, lengths, None, None, None, table)
     launch(*given)
     [t] = bound.called
     assert (t.k.shape, t.k.stride(), t.kv_lengths is not None, t.lse) == (rows.shape, rows.stride(), True, None)
     launch(*given)
-    there = [x.data_ptr() for x in (q, pages, pages, out, lengths, table)]
-    assert bound.launched == [("ready", there)]
+    assert bound.launched == [[x.data_ptr() for x in (q, pages, pages, out, lengths, table)]]
     shifted = torch.zeros(3, dtype=torch.int32)[1:]
-    launch = kernel.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
+    launch = launcher.bind_addresses(bound, Tensors(q, rows, rows, out, kv_lengths=shifted, block_table=table))
     for n in (2, 3):
         launch(*given[:10], shifted, *given[11:])  # not aligned: through the plan, which knows
         assert len(bound.called) == n
@@ -220,10 +207,8 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
 
 
 def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
-    given = tuple(name for name in call_cache.FIELDS if name != "k_shared")  # which is copied to the keys for a GPU
-    assert tuple(TENSORS.values()) == given
-    for launcher in (prefill.Launcher, latent.Launcher):
-        names = list(launcher.SOURCES.values())
+    for owner in (prefill.Launcher, latent.Launcher):
+        names = list(owner.SOURCES.values())
         assert [name for name in call_cache.FIELDS if name in names] == names
 
 
@@ -250,31 +235,3 @@ def test_keys_of_other_lengths_are_described_anew(monkeypatch):
             launcher.shape = k.shape
             launcher(Tensors(torch.empty(1, 2, 5, 64), k, k, torch.empty(1, 2, 5, 64)))
     assert len(launcher.ready) == 4
-
-
-def test_a_tile_map_of_the_same_size_is_launched_by_address(monkeypatch):
-    """Its states, in the tiles of the launch, are part of the key by their shape, and are passed on."""
-    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: True)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    q, mask = torch.randn(1, 2, 200, 64), torch.ones(200, 300, dtype=torch.bool).tril()
-    k = torch.randn(1, 2, 300, 64)
-    tile_map = tilewise.TileMap.from_mask(mask)
-    call = calls.dense(q, k, k, Options(mask=mask, tile_map=tile_map))
-    launcher = triton_launch.Launcher(Plan(call.problem, "triton", "", (64, 64)), Config(64, 64, 4, 3), nvidia(90))
-    compiled_keys, launched = [], []
-    monkeypatch.setattr(launcher, "compile_and_launch", lambda t, key: compiled_keys.append(key))
-    monkeypatch.setattr(launcher, "relaunch", lambda *given: launched.append(given))
-    launcher(call.tensors)
-    [key] = compiled_keys
-    assert launcher.names == ["Q", "K", "V", "OUT", "MASK"]
-    assert launcher.mask_at == 4
-    launcher.ready[key] = "ready"
-    launcher(call.tensors)
-    [(ready, addresses, device, states)] = launched
-    assert (ready, device) == ("ready", q.device)
-    assert addresses == [x.data_ptr() for x in (q, k, k, call.out, mask)]
-    assert states.shape == (1, 1, 4, 5)
-    launcher(replace(call.tensors, tile_map=None))  # another key: the launch would read states
-    assert len(compiled_keys) == 2
-    assert compiled_keys[1] is not None
-    assert compiled_keys[1] != key

@@ -17,6 +17,7 @@ from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact, list_blocks
 from .flags import DTYPE_NAMES, ceil_pow2, classifies
 from .kernel import Arguments, CompiledLaunch, Kernel, stride_arguments
+from .launch_program import Recorder
 from .semaphores import capturing
 
 COMPACT_RUN = 256
@@ -62,6 +63,28 @@ class Lister:
     def retiled(self, tile_map: TileMap) -> torch.Tensor:
         states = tile_map.retile((self.BM, self.BK)).states
         return states.expand(*states.shape[:3], -(-self.problem.kv_len // self.BK)).contiguous()
+
+    def launch(self, r: Recorder, t: Tensors, states: torch.Tensor | None = None) -> Lists:
+        """The lists of a call's mask; `states` are those of its tile map in this launch's tiles."""
+        p = self.problem
+        assert t.mask is not None
+        assert p.mask is not None
+        n = -(-p.kv_len // self.BK)
+        full = (p.batch, p.heads, -(-p.q_len // self.BM))
+        B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
+        if states is not None:
+            B, H, tiles = states.shape[:3]
+        elif not self.classified:
+            B = H = tiles = 1
+        rows = B * H * tiles
+        LIST, RANK = r.empty(rows * n, dtype=torch.int32), r.empty(rows * (n + 1), dtype=torch.int32)
+        if self.classified:
+            kernel, given = self.classifier(t.mask)
+            given |= {"heads": H, "tiles": tiles}
+        else:
+            kernel, given = self.compact, {"STATES": states}
+        r.launch(kernel, (rows, 1), given | {"LIST": LIST, "RANK": RANK, "n": n})
+        return LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n)
 
     def compile_and_launch(self, t: Tensors) -> tuple[Lists, Listing | None]:
         """The lists of a call's mask, and the launch by which later calls make theirs."""

@@ -1,4 +1,4 @@
-"""Launches of the varlen order (`varlen_order.py`): through Triton once, then by address."""
+"""The launch of the varlen order (`varlen_order.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from .flags import ceil_pow2
-from .kernel import Arguments, CompiledLaunch, Kernel
+from .kernel import Arguments, Kernel
+from .launch_program import Recorder
 from .varlen_order import sort_sequences
 
 
@@ -20,19 +21,13 @@ class Orderer:
         constants = {"VARLEN": self.varlen, "BQ": BQ, "N": ceil_pow2(p.batch + 1)}
         self.kernel = Kernel(sort_sequences, constants, num_warps=4)
 
-    def names(self) -> tuple[str, str]:
-        """The tensors that it reads, by the names of its arguments."""
-        return "CU_Q", "CU_K" if self.varlen else "KV_LENGTHS"
-
-    def arguments(self, t: Tensors, ranks: torch.Tensor) -> Arguments:
+    def arguments(self, t: Tensors, order: torch.Tensor) -> Arguments:
         lengths = {"CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k if self.varlen else None}
         lengths["KV_LENGTHS"] = None if self.varlen else t.kv_lengths
-        return {**lengths, "ORDER": ranks, "batch": self.problem.batch, "total_q": self.problem.total_q}
+        return {**lengths, "ORDER": order, "batch": self.problem.batch, "total_q": self.problem.total_q}
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(2 * self.problem.batch + 2, dtype=torch.int32, device=device)
-
-    def compile_and_launch(self, t: Tensors) -> tuple[torch.Tensor, CompiledLaunch | None]:
-        """The order of a call's sequences, and the launch by address for later calls."""
-        ranks = self.empty(t.q.device)
-        return ranks, self.kernel.compile_and_launch((1, 1), self.arguments(t, ranks))
+    def launch(self, r: Recorder, t: Tensors) -> torch.Tensor:
+        """The order of a call's sequences."""
+        order = r.empty(2 * self.problem.batch + 2, dtype=torch.int32)
+        r.launch(self.kernel, (1, 1), self.arguments(t, order))
+        return order

@@ -109,7 +109,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import bind_addresses
+    from ..gpu.launcher import bind_addresses
 
     return bind_addresses(_launch().launcher_of(plan), tensors)
 

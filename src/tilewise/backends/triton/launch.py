@@ -1,27 +1,22 @@
-"""From a plan and its tensors to kernel launches.
-
-The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers pass their addresses directly to it. Nothing here reads a value on the
-device.
-"""
+"""From a plan and its tensors to kernel launches. Nothing here reads a value on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...core.plan import ByPlan, Plan
-from ...core.private import torch as private
 from ...core.private.triton import INTERPRETED
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
-from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Listing, Lists
+from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, key_of, stride_arguments
-from ..gpu.semaphores import Semaphores, capturing
+from ..gpu.kernel import Arguments, Kernel, stride_arguments
+from ..gpu.launch_program import Recorder
+from ..gpu.launcher import PlanLauncher
+from ..gpu.semaphores import Semaphores
 from ..gpu.target import INTERPRETER, Target, target_of
 from ..gpu.varlen_order_launch import Orderer
 from . import config, tuned
@@ -32,24 +27,10 @@ from .spec import Config
 from .split_kv import combines_inside
 
 COMBINE_WARPS = 4
-COMBINED = ("OUT", "LSE", "SINKS", "CU_Q")  # the tensors that `combine` takes
 
 
-class Launches(NamedTuple):
-    """The compiled launches that later calls with the same strides repeat."""
-
-    attention: CompiledLaunch
-    inside: CompiledLaunch | None  # attention that combines its splits itself
-    fixup: CompiledLaunch | None
-    combining: CompiledLaunch | None
-    listing: Listing | None
-    ordering: CompiledLaunch | None
-
-
-class Launcher(AddressLauncher):
+class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
-
-    SOURCES = TENSORS
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         super().__init__()
@@ -86,92 +67,30 @@ class Launcher(AddressLauncher):
         self.combines_inside = combines_inside(p, c)
         self.semaphores_end = -(-self.grid[0] // 4) * 4
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
-        self.mask_at = 0  # index of the mask among a call's addresses
-        self.order_at: list[int] = []  # of the tensors that the orderer reads
-        self.combined_at: list[int] = []  # of those that `combine` takes
 
-    def find_names(self, t: Tensors) -> None:
-        super().find_names(t)
-        names = self.names
-        self.mask_at = names.index("MASK") if "MASK" in names else 0
-        self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
-        self.combined_at = [names.index(name) for name in COMBINED if name in names]
+    def states(self, t: Tensors) -> tuple[torch.Tensor, ...]:
+        return () if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)
 
-    def launch_key(self, t: Tensors, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The key, and the states of a tile map in this launch's tiles."""
-        key = key_of(t.k, given)
-        if t.tile_map is None or self.lister is None:
-            return (key,)
-        states = self.lister.states(t.tile_map)
-        return (*key, states.shape, states.data_ptr() & 15), states
-
-    def compile_and_launch(self, t: Tensors, key: Any) -> None:
-        """Launches through Triton; with `key`, later calls with this key are launched by address."""
-        device, captured = t.q.device, not INTERPRETED and capturing()
-        workspace, flags = self.memory(device)
-        partial = None if workspace is None else workspace[self.partial_at :]
-        partial_ml = None if workspace is None else workspace[: self.partial_at]
-        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.compile_and_launch(t)
-        ranks, ordering = (None, None) if self.orderer is None else self.orderer.compile_and_launch(t)
-        kernel, fixup_kernel, arguments = self.attention(t, (partial, partial_ml, None, flags, ranks), lists)
-        attention = inside = fixup = combining = None
-        alone = self.combines_inside and not captured
-        if alone:
-            semaphores = self.semaphores.take(device)
-            kept = semaphores[self.semaphores_end :].view(torch.float32)
-            memory = (kept[self.partial_at :], kept[: self.partial_at], semaphores, flags, ranks)
-            kernel_inside, _, given = self.attention(t, memory, lists)
-            inside = kernel_inside.compile_and_launch(self.grid, given)
-        if not alone or key is not None:  # besides `inside`, so that a graph capture finds it compiled
-            attention = kernel.compile_and_launch(self.grid, arguments)
-            if self.spec.split:
-                given = self.combine_arguments(t, partial, partial_ml)
-                combining = self.combiner.compile_and_launch((self.rows, 1), given)
-        if fixup_kernel is not None:
-            fixup = fixup_kernel.compile_and_launch(self.grid, arguments)
-        if key is not None and attention is not None and not captured:
-            self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
-
-    def relaunch(self, ready: Launches, addresses: list[int], device: torch.device, states: Any = None) -> None:
-        """Launches by address, in the order of the kernels' arguments; `states` are those of the call's tile map."""
-        attention, inside, fixup, combining, listing, ordering = ready
-        partial = partial_ml = 0
-        workspace = flags = None
-        stream = private.current_stream(device.index)
-        if inside is not None and not private.is_capturing():
-            semaphores = self.semaphores.address(stream, device)
-            partial_ml = semaphores + 4 * self.semaphores_end
-            addresses += [partial_ml + 4 * self.partial_at, partial_ml, semaphores]
-            attention, combining = inside, None
-        else:
-            workspace, flags = self.memory(device)
+    def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
+        inside = self.combines_inside and not r.captured
+        workspace = semaphores = partial = partial_ml = flags = None
+        if inside:
+            semaphores = r.counters(self.semaphores)
+            workspace = semaphores[self.semaphores_end :].view(torch.float32)
+        elif self.spec.split:
+            workspace = r.empty(self.partial_end)
         if workspace is not None:
-            partial_ml = workspace.data_ptr()
-            partial = partial_ml + 4 * self.partial_at
-            addresses += [partial, partial_ml]
-        if flags is not None:
-            addresses.append(flags.data_ptr())
-        if listing is not None:
-            source = addresses[self.mask_at] if states is None else states.data_ptr()
-            lists = listing(source, device, stream)  # kept until the kernel has been queued
-            at = lists.data_ptr()
-            addresses += [at, at + 4 * listing.rank_at]
-        if ordering is not None and self.orderer is not None:
-            ranks = self.orderer.empty(device)
-            ordering([*(addresses[i] for i in self.order_at), ranks.data_ptr()], stream)
-            addresses.append(ranks.data_ptr())
-        attention(addresses, stream)
+            partial, partial_ml = workspace[self.partial_at :], workspace[: self.partial_at]
+        if self.spec.guard == "flag":
+            flags = r.empty(self.grid[0] * self.grid[1], dtype=torch.int32)
+        lists = NO_LISTS if self.lister is None else self.lister.launch(r, t, *states)
+        order = None if self.orderer is None else self.orderer.launch(r, t)
+        kernel, fixup, arguments = self.attention(t, (partial, partial_ml, semaphores, flags, order), lists)
+        r.launch(kernel, self.grid, arguments)
         if fixup is not None:
-            fixup(addresses, stream)
-        if combining is not None:
-            combining([partial, partial_ml, *(addresses[i] for i in self.combined_at)], stream)
-
-    def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The workspace of split-KV partials, and the non-finite flags of tiles."""
-        workspace = torch.empty(self.partial_end, dtype=torch.float32, device=device) if self.spec.split else None
-        if self.spec.guard != "flag":
-            return workspace, None
-        return workspace, torch.empty(self.grid[0] * self.grid[1], dtype=torch.int32, device=device)
+            r.launch(fixup, self.grid, arguments)
+        if self.spec.split and not inside:
+            r.launch(self.combiner, (self.rows, 1), self.combine_arguments(t, partial, partial_ml))
 
     def attention(
         self, t: Tensors, memory: tuple[Any, ...] = (None,) * 5, lists: Lists = NO_LISTS
