@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import seconds
+from timing import kernels_alone, seconds
 
 import tilewise
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.triton.bwd import config as bwd_config
-from tilewise.backends.triton.bwd.launch import Backward, of_side
+from tilewise.backends.triton.bwd.launch import Backward
 from tilewise.backends.triton.bwd.spec import Tile
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
@@ -185,20 +185,13 @@ def whole_pass(made: Any) -> Callable[[], None]:
 
 def kernel_runner(made: Any, side: str, tile: tuple[int, ...]) -> tuple[Callable[[], None], int]:
     """Launches the kernels of one side alone; and how many bytes they spill for each thread."""
-    p, t = pass_of(made, side, tile), made.tensors
-    memory = p.memory(t)
-    torch.manual_seed(1)
-    memory["DELTA"].normal_(0, 0.1)
-    lists = {name: lister.compile_and_launch(of_side(t.forward, name))[0] for name, lister in p.listers.items()}
-    launches = [x for x in p.launches(t, memory, lists) if x[0].function.__name__ == KERNELS[side]]
-    ready = [(kernel.compile_and_launch(grid, given), given) for kernel, grid, given in launches]
-    held = [(launch, [given[name].data_ptr() for name in launch.pointers]) for launch, given in ready if launch]
+    found = [x for x in kernels_alone(pass_of(made, side, tile), made.tensors) if x.name == KERNELS[side]]
 
-    def run(keep: Any = (memory, lists, ready, made)) -> None:
-        for launch, addresses in held:
-            launch(addresses)
+    def run() -> None:
+        for kernel in found:
+            kernel.run()
 
-    return run, max(launch.compiled.n_spills for launch, _ in held)
+    return run, max(kernel.compiled.n_spills for kernel in found)
 
 
 def flops(made: Any, share: float) -> float:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+
+from tilewise.backends.gpu.driver import check
 
 Way = Callable[[], Any]
 REPEATS = 3  # calls between two events
@@ -137,3 +140,35 @@ def show(work: Work, times: dict[str, float]) -> str:
         else:
             parts.append(f"{name} {work.flops / t / 1e12:.0f}")
     return f"{work.name}: " + " | ".join(parts)
+
+
+@dataclass
+class KernelAlone:
+    """A kernel of a call, launched by itself: each time with the same memory."""
+
+    name: str
+    compiled: Any
+    run: Callable[[], None]
+
+
+def kernels_alone(launcher: Any, tensors: Any) -> list[KernelAlone]:
+    """The kernels of a launcher's only program, in their order, after the whole call has run in the same memory."""
+    for _ in range(2):  # recorded, then replayed
+        launcher(tensors)
+    (program,) = launcher.programs.values()
+    addresses = [*program.memory][: program.sources]
+    workspace = torch.zeros(max(1, program.workspace_bytes), dtype=torch.uint8, device=program.device)
+    addresses += [workspace.data_ptr()] * (program.workspace_bytes > 0)
+    addresses += [addresses[source] + offset for source, offset in program.derived]
+
+    def run(kernels: Any, keep: Any = (workspace, tensors)) -> None:
+        stream = torch.cuda.current_stream(program.device).cuda_stream
+        program.pack(program.memory, 0, *addresses)
+        for move, at in program.maps:
+            move(addresses[at])
+        for kernel in kernels:
+            kernel.config.stream = program.stream = stream
+            check(program.launch(*kernel.arguments), "launched")
+
+    run(program.kernels)
+    return [KernelAlone(x.compiled.metadata.name, x.compiled, partial(run, [x])) for x in program.kernels]

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 import triton
 from assembler import Assembled, assembled, kept_of, stages_of
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.backends.triton.bwd.dense_mask import masked_problem
@@ -253,7 +254,8 @@ def kernels_for(p: Problem, target: Target, config: Any = None) -> Iterator[tupl
     t = backward.with_mask(backward_tensors_of(p))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))
-    for kernel, _, given in backward.launches(t, backward.memory(t), lists):
+    memory = backward.memory(t, Workspaces(t.dout.device)) | {"DSINKS": t.dsinks}
+    for kernel, _, given in backward.launches(t, memory, lists):
         yield kernel, given
         if (fixup := fixup_of(kernel)) is not None:
             yield fixup, given

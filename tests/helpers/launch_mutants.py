@@ -22,7 +22,6 @@ from tilewise.backends.hopper.fwd import launch as hopper_prefill
 from tilewise.backends.hopper.mla import launch as hopper_latent
 from tilewise.backends.triton import kv_write, merge
 from tilewise.backends.triton.bwd import dense_mask
-from tilewise.backends.triton.bwd import launch as triton_backward
 from tilewise.core.private import torch as private
 
 MUTANTS: list[Mutant] = []
@@ -107,10 +106,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("dK and dV swapped", "triton backward, causal")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(relaunch: Any, self: Any, t: Any, given: dict[str, Any], ready: Any) -> None:
-        relaunch(self, t, given | {"DK": given["DV"], "DV": given["DK"]}, ready)
+    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
+        *first, dk, dv = addresses  # the call has no other gradients after them
+        replay(self, [*first, dv, dk])
 
-    around(patch, triton_backward.Backward, "relaunch", wrong)
+    around(patch, LaunchProgram, "__call__", wrong)
 
 
 @mutant("dK and dV swapped in tensor maps", "hopper backward, causal")
@@ -196,7 +196,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     moved_origin(patch, lambda r, x: x if x.source < len(r.tensors) else x._replace(offset=0))
 
 
-@mutant("workspaces overlap", "triton, mask", "triton, split, combined after")
+@mutant("workspaces overlap", "triton, mask", "triton, split, combined after", "triton backward, mask, bool")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(workspace: Any, self: Any, made: torch.Tensor) -> torch.Tensor:
         workspace(self, made)
@@ -227,7 +227,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, torch, "empty", wrong)
 
 
-@mutant("the first call's states", "triton, tile map, other tiles")
+@mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map")
 def _(patch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
 
@@ -248,7 +248,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     off(patch, hopper_latent.Launcher, "lse_at", 4)
 
 
-@mutant("ranks over the lists", "triton backward, mask, bool", "hopper, block indices")
+@mutant("ranks over the lists", "hopper, block indices")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -300,7 +300,13 @@ def relaunched(patch: pytest.MonkeyPatch, change: Callable[[list[Any]], list[Any
     around(patch, LaunchProgram, "__init__", wrong)
 
 
-@mutant("the last kernel is missing", "triton, prefill", "triton, split, combined after", "triton, split")
+@mutant(
+    "the last kernel is missing",
+    "triton, prefill",
+    "triton backward, causal",
+    "triton, split, combined after",
+    "triton, split",
+)
 def _(patch: pytest.MonkeyPatch) -> None:
     relaunched(patch, lambda launches: launches[:-1])
 
@@ -345,7 +351,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
-@mutant("no stream", "triton, split", "triton, mask")
+@mutant("no stream", "triton, split", "triton, mask", "triton backward, mask, broadcast")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -354,7 +360,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__init__", wrong)
 
 
-@mutant("another stream", "triton backward, mask, broadcast", "hopper, latent", "hopper backward, wide")
+@mutant("another stream", "hopper, latent", "hopper backward, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(launch: Any, self: Any, addresses: list[int], stream: int) -> None:
         launch(self, addresses, stream + 1)
@@ -406,14 +412,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
         for name in {"ready", "programs"} & vars(self).keys():
             setattr(self, name, AnyKey())
 
-    for owner in (triton_backward.Backward, hopper_backward.Launcher, kv_write.Append, launcher.PlanLauncher):
+    for owner in (hopper_backward.Launcher, kv_write.Append, launcher.PlanLauncher):
         around(patch, owner, "__init__", wrong)
     patch.setattr(merge, "_programs", AnyKey())
 
 
 def aligned_or_not(patch: pytest.MonkeyPatch) -> None:
     """Addresses that are not looked at."""
-    for module in (kernel, launcher, triton_backward, hopper_backward, merge):
+    for module in (kernel, launcher, hopper_backward, merge):
         patch.setattr(module, "is_aligned", lambda addresses, device: private.current_device() == device.index)
 
 

@@ -126,8 +126,8 @@ def wide_window(self, *given):
     self.sizes["left"] += 1
 def no_delta(self, *given):
     return (x for x in launches(self, *given) if x[0].function.__name__ != "sum_delta")
-def zeros(self, t):
-    return {name: x if x is None else torch.zeros_like(x) for name, x in memory(self, t).items()}
+def zeros(self, t, r):
+    return {name: x if x is None else x.zero_() for name, x in memory(self, t, r).items()}
 def not_summed(*given, **what):
     made = spec(*given, **what)
     return replace(made, summed=(False, *made.summed[1:]))

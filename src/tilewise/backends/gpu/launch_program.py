@@ -134,7 +134,8 @@ class LaunchProgram:
         self.device, self.semaphores, self.captured = recorded.device, recorded.semaphores, captured
         self.workspace_bytes = recorded.workspace_bytes
         self.derived: list[Origin] = []
-        first = len(recorded.tensors) + len(self.semaphores) + (self.workspace_bytes > 0)
+        self.sources = len(recorded.tensors) + len(self.semaphores)
+        first = self.sources + (self.workspace_bytes > 0)
         kinds = [kind for compiled, _, _ in recorded.launches for kind in launch_of(compiled).kinds.values()]
         described = any(kind.startswith("tensordesc") for kind in kinds)
         self.driver = tensor_map_driver() if described else driver()

@@ -7,7 +7,7 @@ launched anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +15,15 @@ import torch
 
 from ...core.private import torch as private
 from ...core.private.triton import INTERPRETED
-from ...core.tensors import FIELDS, Tensors
+from ...core.tensors import FIELDS, BackwardTensors, Tensors
 from .launch_program import LaunchProgram, Recorder, launch_and_record
+
+FORWARD = "forward."
+BACKWARD_FIELDS = (
+    *(FORWARD + name for name in FIELDS),
+    *(f.name for f in fields(BackwardTensors) if f.name not in ("forward", "dcaptured")),
+)
+Q, K = FIELDS.index("q"), FIELDS.index("k")  # every call has them
 
 
 def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
@@ -33,32 +40,29 @@ def key_of(k: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 class PlanLauncher:
-    """Launches a plan. A subclass has `launch`, which is plain code."""
+    """Launches a plan of a call or of a backward pass. A subclass has `launch`, which is plain code."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()  # of the tensors that the plan's calls have
         self.present: Any = None  # a function that returns them
         self.programs: dict[Hashable, LaunchProgram] = {}
 
-    def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
-        """Launches the kernels of a call through `r`; `states` are those of its tile map in this launch's tiles."""
+    def launch(self, r: Recorder, t: Any, *more: torch.Tensor) -> None:
+        """Launches the kernels of a call through `r`."""
         raise NotImplementedError
 
-    def states(self, t: Tensors) -> tuple[torch.Tensor, ...]:
-        """The states of a call's tile map in this launch's tiles, if it has one."""
-        return ()
-
-    def __call__(self, t: Tensors) -> None:
+    def __call__(self, t: Any, *more: torch.Tensor) -> None:
+        """Launches a call: `t` are its `Tensors` or `BackwardTensors`, `more` what is made for each call."""
         if self.present is None:
-            self.names = tuple(name for name in FIELDS if getattr(t, name) is not None)
+            names = FIELDS if isinstance(t, Tensors) else BACKWARD_FIELDS
+            self.names = tuple(name for name in names if attrgetter(name)(t) is not None)
             self.present = attrgetter(*self.names)  # last, for other threads
-        tensors, states = self.present(t), self.states(t)
-        given, key = (*tensors, *states), None
+        given, key = self.present(t), None
         if not INTERPRETED:
-            addresses = [x.data_ptr() for x in tensors]
-            if is_aligned(addresses, t.q.device):
-                key = key_of(t.k, tensors)
-                for x in states:
+            addresses = [x.data_ptr() for x in given]
+            if is_aligned(addresses, given[Q].device):
+                key = key_of(given[K], given)
+                for x in more:
                     addresses.append(x.data_ptr())
                     key += (x.shape, addresses[-1] & 15)
                 if (program := self.programs.get(key)) is not None:
@@ -66,11 +70,19 @@ class PlanLauncher:
                     return
 
         def launch(r: Recorder, own: list[torch.Tensor]) -> None:
-            names = self.names
-            tensors: dict[str, Any] = dict(zip(names, own, strict=False))
-            self.launch(r, replace(t, **tensors), *own[len(names) :])
+            count = len(self.names)
+            self.launch(r, with_tensors(t, dict(zip(self.names, own[:count], strict=True))), *own[count:])
 
-        launch_and_record(launch, given, self.programs, key)
+        launch_and_record(launch, (*given, *more), self.programs, key)
+
+
+def with_tensors(t: Any, tensors: dict[str, Any]) -> Any:
+    """The same call with these tensors."""
+    if isinstance(t, Tensors):
+        return replace(t, **tensors)
+    forward = {name.removeprefix(FORWARD): x for name, x in tensors.items() if name.startswith(FORWARD)}
+    own = {name: x for name, x in tensors.items() if not name.startswith(FORWARD)}
+    return replace(t, forward=replace(t.forward, **forward), **own)
 
 
 def bind_addresses(launcher: PlanLauncher, t: Tensors) -> Callable[..., None]:

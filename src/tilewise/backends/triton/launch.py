@@ -68,10 +68,11 @@ class Launcher(PlanLauncher):
         self.semaphores_end = -(-self.grid[0] // 4) * 4
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
 
-    def states(self, t: Tensors) -> tuple[torch.Tensor, ...]:
-        return () if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)
+    def __call__(self, t: Tensors) -> None:
+        super().__call__(t, *(() if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)))
 
     def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
+        """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
         inside = self.combines_inside and not r.captured
         workspace = semaphores = partial = partial_ml = flags = None
         if inside:

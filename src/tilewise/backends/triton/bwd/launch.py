@@ -16,14 +16,12 @@ operands replaced by 0 (non-finite fix-up, `fixup_of`). Its other programs exit 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ....core.plan import ByPlan, Plan
-from ....core.private import torch as private
 from ....core.private.triton import INTERPRETED
 from ....core.problem import MaskSpec, Problem
 from ....core.storage import as_bytes
@@ -31,8 +29,9 @@ from ....core.tensors import BackwardTensors, Tensors
 from ....core.tile_map import TileMap
 from ...gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import Arguments, Kernel, is_aligned, stride_arguments
-from ...gpu.semaphores import capturing
+from ...gpu.kernel import Arguments, Kernel, stride_arguments
+from ...gpu.launch_program import Recorder, Workspaces
+from ...gpu.launcher import PlanLauncher
 from ...gpu.target import INTERPRETER, Target, target_of
 from ..launch import alignment
 from . import config, dense_mask
@@ -46,10 +45,11 @@ from .spec import BackwardConfig, Tile
 Launch = tuple[Kernel, tuple[int, int], Arguments]
 
 
-class Backward:
+class Backward(PlanLauncher):
     """The backward launches of a plan: what all its calls share."""
 
     def __init__(self, plan: Plan, c: BackwardConfig, target: Target) -> None:
+        super().__init__()
         self.given = plan.problem
         p = self.problem = dense_mask.masked_problem(self.given)
         self.config, self.target = c, target
@@ -61,7 +61,6 @@ class Backward:
         }  # fmt: skip
         self.cells = "mask" in p.grads and p.mask is not None and not any(p.mask.broadcast)
         self.guarded = config.hides(p)
-        self.ready: dict[Any, tuple[list[Any], dict[str, Any]]] = {}
         self.listers: dict[str, Lister] = {}
         if config.lists_tiles(p):
             listed = replace(p, heads=p.heads // dense_mask.heads_of_plane(self.given))
@@ -69,26 +68,18 @@ class Backward:
             self.listers["keys"] = Lister(transposed(listed), c.keys.BK, c.keys.BQ, target.measured)
 
     def __call__(self, t: BackwardTensors) -> None:
-        device = t.dout.device
-        t = self.with_mask(t)
-        with torch.cuda.device(device) if not INTERPRETED else nullcontext():
-            if self.cells and t.dmask is not None and config.skips(self.problem):
-                t.dmask.zero_()
-            memory = self.memory(t)
-            given = {name: x for name, x in (pointers(t) | memory).items() if x is not None}
-            key: Any = None
-            if not INTERPRETED and is_aligned([x.data_ptr() for x in given.values()], device):
-                key = (t.forward.k.shape[2], *(x.stride() for x in given.values()))
-                if t.forward.tile_map is not None:
-                    states = t.forward.tile_map.states
-                    key = (*key, states.shape, states.data_ptr() & 15)
-            ready = self.ready.get(key)
-            if ready is None:
-                self.compile_and_launch(t, memory, key)
-            else:
-                self.relaunch(t, given, ready)
-            if t.dsinks is not None:
-                torch.sum(memory["DSINKS"], 0, out=t.dsinks)
+        p, t = self.problem, self.with_mask(t)
+        if self.cells and t.dmask is not None and config.skips(p):
+            t.dmask.zero_()
+        more = []
+        if t.dsinks is not None:  # by sequence
+            more.append(torch.empty(p.batch, p.heads, dtype=torch.float32, device=t.dout.device))
+        for side, lister in self.listers.items():
+            if (tile_map := of_side(t.forward, side).tile_map) is not None:
+                more.append(lister.states(tile_map))
+        super().__call__(t, *more)
+        if t.dsinks is not None:
+            torch.sum(more[0], 0, out=t.dsinks)
 
     def with_mask(self, t: BackwardTensors) -> BackwardTensors:
         """The tensors of `problem`: with a dense mask in the place of indices and positions."""
@@ -96,57 +87,31 @@ class Backward:
             return t
         return replace(t, forward=dense_mask.masked_tensors(self.given, t.forward))
 
-    def compile_and_launch(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
-        """Launches through Triton; with `key`, later calls with this key are launched by address."""
-        lists, listings = {}, {}
-        for side, lister in self.listers.items():
-            lists[side], listings[side] = lister.compile_and_launch(of_side(t.forward, side))
-        ready = []
-        for kernel, grid, given in self.launches(t, memory, lists):
-            side = "keys" if kernel.function is key_gradients else "queries"
-            ready.append((side, kernel.compile_and_launch(grid, given)))
-            if (fixup := fixup_of(kernel)) is not None:
-                ready.append((side, fixup.compile_and_launch(grid, given)))
-        if key is not None and all(launch for _, launch in ready) and not capturing():
-            self.ready[key] = ready, listings
-
-    def relaunch(self, t: BackwardTensors, given: Arguments, ready: tuple[list[Any], dict[str, Any]]) -> None:
-        """Launches by address."""
-        launches, listings = ready
-        device = t.dout.device
-        stream = private.current_stream(device.index)
-        addresses = {name: x.data_ptr() for name, x in given.items()}
-        kept = []  # until the kernels have been queued
+    def launch(self, r: Recorder, t: BackwardTensors, *more: torch.Tensor) -> None:
+        """Launches a pass through `r`; `more`: room for the sinks' gradients, and the states of a tile map."""
+        memory = self.memory(t, r)
+        states = [*more]
+        if t.dsinks is not None:
+            memory["DSINKS"] = states.pop(0)
         lists = {}
-        for side, listing in listings.items():
-            f = of_side(t.forward, side)
-            source = addresses["MASK"]
-            if f.tile_map is not None:
-                kept.append(self.listers[side].states(f.tile_map))
-                source = kept[-1].data_ptr()
-            kept.append(listing(source, device, stream))
-            at = kept[-1].data_ptr()
-            lists[side] = {"LIST": at, "RANK": at + 4 * listing.rank_at}
-        for side, launch in launches:
-            own = addresses | lists.get(side, {})
-            launch([own[name] for name in launch.pointers], stream)
+        for i, (side, lister) in enumerate(self.listers.items()):
+            lists[side] = lister.launch(r, of_side(t.forward, side), *states[i : i + 1])
+        for kernel, grid, given in self.launches(t, memory, lists):
+            r.launch(kernel, grid, given)
+            if (fixup := fixup_of(kernel)) is not None:
+                r.launch(fixup, grid, given)
 
-    def memory(self, t: BackwardTensors) -> Arguments:
-        """The workspaces of a call, float32 and int32."""
-        p, device = self.problem, t.dout.device
+    def memory(self, t: BackwardTensors, r: Workspaces) -> Arguments:
+        """The workspaces of a pass, without that of the sinks."""
+        p, grads = self.problem, self.problem.grads
         planes = (1 if p.packed_q else p.batch, p.heads, self.rows)
-
-        def empty(wanted: bool, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(shape, dtype=dtype, device=device) if wanted else None
-
         return {
-            "DELTA": empty(True, *planes),
-            "DROWS": empty("alibi_slopes" in p.grads, *planes),
-            "DSINKS": empty("sinks" in p.grads, p.batch, p.heads),
-            "FLAGS": empty(self.guarded, max(self.programs(t)), dtype=torch.int32),
+            "DELTA": r.empty(*planes),
+            "DROWS": r.empty(*planes) if "alibi_slopes" in grads else None,
+            "FLAGS": r.empty(max(self.grid_sizes(t)), dtype=torch.int32) if self.guarded else None,
         }
 
-    def programs(self, t: BackwardTensors) -> tuple[int, int]:
+    def grid_sizes(self, t: BackwardTensors) -> tuple[int, int]:
         """Grid sizes of dK and dV and of dQ; upper bounds for packed sequences."""
         p, BK, BQ = self.problem, self.config.keys.BK, self.config.queries.BQ
         if p.packed_q:
@@ -156,7 +121,7 @@ class Backward:
     def launches(self, t: BackwardTensors, memory: Arguments, lists: dict[str, Lists]) -> Iterator[Launch]:
         """Kernels in their order, with grids and arguments."""
         p, c, grads = self.problem, self.config, self.problem.grads
-        given = self.arguments(t) | memory | _listed(NO_LISTS)
+        given = self.arguments(t) | {"DSINKS": None} | memory | _listed(NO_LISTS)
         grain = given.pop("grain")
 
         def kernel(function: Any, tile: Tile, **what: Any) -> Kernel:
@@ -167,7 +132,7 @@ class Backward:
                 constants["BLOCK"] = config.SUMMED_ROWS
             return Kernel(function, constants, num_warps=tile.warps, num_stages=tile.stages)
 
-        planes, programs = 1 if p.packed_q else p.batch, self.programs(t)
+        planes, programs = 1 if p.packed_q else p.batch, self.grid_sizes(t)
         small = Tile(config.DELTA_ROWS, 16, 4, 1)
         yield kernel(sum_delta, small, dlse=p.dlse), (-(-self.rows // small.BQ) * planes * p.heads, 1), given
         sides = [[name for name in names if name in grads] for names in (("k", "k_bias"), ("v",))]
