@@ -30,6 +30,7 @@ from latent_cases import STAGE, Case, check, conforming, sanitize
 from latent_rows import INTERLEAVED, OWN, PEER, ROWS, time_row
 
 from tilewise.backends.gpu.kernel import Kernel
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.hopper.mla.launch import launcher_of
 from tilewise.dispatch import planner
 from tilewise.testing.case import make
@@ -53,7 +54,7 @@ def warm(given: tuple[bool, Any]) -> str:
     try:
         call = Case(*form).checked() if isinstance(form, tuple) else make(form, "cuda").checked(return_lse=True)
         made = launcher_of(planner.choose(call.problem, "hopper"))
-        arguments = made.arguments(call.tensors, made.workspace(call.out.device))
+        arguments = made.arguments(call.tensors, Workspaces(call.out.device))
         for kernel in [made.decode] * whole + [made.combining]:
             compile_alone(kernel, arguments)
     except Exception as error:

@@ -32,6 +32,7 @@ from latent import compile_alone
 from latent_cases import Case, Result, judge
 from latent_variants import FOLDER, Variant, launcher_of
 
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper import mla
 from tilewise.dispatch import planner
@@ -138,7 +139,7 @@ def warm(given: tuple[str, str]) -> str:
     try:
         call, _ = inputs(given[0])
         made = bound(*given, call)
-        arguments = made.arguments(call.tensors, made.workspace(call.out.device))
+        arguments = made.arguments(call.tensors, Workspaces(call.out.device))
         for kernel in (made.decode, made.combining):
             compile_alone(kernel, arguments)
     except Exception as error:

@@ -31,6 +31,7 @@ from timing import Way, graphed, seconds
 
 from tilewise import Quantised, Unsupported, attention, paged_attention
 from tilewise.backends import hopper
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper.mla.launch import launcher_of
 from tilewise.core.options import Options
@@ -181,7 +182,7 @@ def warm(given: Any) -> str:
             row, way = given
             call = Row(row, empty=True).checked()
             made = launcher(way, ways_of(row)[way], call)
-            all_given = made.arguments(call.tensors, made.workspace(call.out.device)) | made.decode.constants
+            all_given = made.arguments(call.tensors, Workspaces(call.out.device)) | made.decode.constants
             function = made.decode.function
             function.warmup(grid=(1,), **{n: all_given[n] for n in function.arg_names}, **made.decode.options)
             return ""
@@ -191,7 +192,7 @@ def warm(given: Any) -> str:
         if not served(call.problem):
             return f"{given}: not served"
         made = launcher_of(planner.choose(call.problem, "hopper"))
-        arguments = made.arguments(call.tensors, made.workspace(call.out.device))
+        arguments = made.arguments(call.tensors, Workspaces(call.out.device))
         for kernel in [made.decode] + [made.combining] * made.config.cut:
             all_given = arguments | kernel.constants
             kernel.function.warmup(grid=(1,), **{n: all_given[n] for n in kernel.function.arg_names}, **kernel.options)

@@ -155,7 +155,7 @@ def kernels_alone(launcher: Any, tensors: Any) -> list[KernelAlone]:
     """The kernels of a launcher's only program, in their order, after the whole call has run in the same memory."""
     for _ in range(2):  # recorded, then replayed
         launcher(tensors)
-    (program,) = launcher.programs.values()
+    (program,) = launcher.recorded.values()
     addresses = [*program.memory][: program.sources]
     workspace = torch.zeros(max(1, program.workspace_bytes), dtype=torch.uint8, device=program.device)
     addresses += [workspace.data_ptr()] * (program.workspace_bytes > 0)

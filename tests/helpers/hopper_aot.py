@@ -15,6 +15,7 @@ from assembler import Assembled, assembled, disassembled
 from tilewise.backends.gpu.block_sparsity import list_blocks
 from tilewise.backends.gpu.block_sparsity_launch import BlockLister
 from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.gpu.varlen_order import rank_sequences
 from tilewise.backends.hopper.fwd import config
@@ -83,7 +84,7 @@ def kernels_of(problem: Problem, ptxas: str = "") -> dict[str, Built]:
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
-    given = bound.arguments(tensors, bound.memory(torch.device("meta")), lists)
+    given = bound.arguments(tensors, bound.memory(Workspaces(torch.device("meta"))), lists)
     found = {"prefill": build(fwd_kernel, given, ("S",), ptxas, bound.attention.options)}
     found["prefill"].spec, found["prefill"].dynamic = bound.spec, bound.dynamic
     if bound.spec.guard:

@@ -13,13 +13,11 @@ import torch
 
 from launch_calls import changes, misaligned, repeats
 from launch_recorder import STREAM
-from tilewise.backends.gpu import block_sparsity_launch, kernel, launcher, semaphores, tensor_map
-from tilewise.backends.gpu.launch_program import LaunchProgram, Origin, Recorder
+from tilewise.backends.gpu import kernel, launcher, semaphores, tensor_map
+from tilewise.backends.gpu.launch_program import LaunchProgram, Origin, Places, Recorder
 from tilewise.backends.hopper.bwd import launch as hopper_backward
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
-from tilewise.backends.hopper.fwd import launch as hopper_prefill
-from tilewise.backends.hopper.mla import launch as hopper_latent
 from tilewise.backends.triton import kv_write, merge
 from tilewise.backends.triton.bwd import dense_mask
 from tilewise.core.private import torch as private
@@ -51,21 +49,6 @@ def around(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..
     patch.setattr(owner, name, lambda *given, **more: change(honest, *given, **more))
 
 
-def off(patch: pytest.MonkeyPatch, owner: Any, name: str, by: int, holder: Any = None) -> None:
-    """A number that is another one while a launcher launches by address."""
-
-    def wrong(relaunch: Any, self: Any, *given: Any) -> None:
-        own = holder or self
-        honest = getattr(own, name)
-        setattr(own, name, honest + by)
-        try:
-            relaunch(self, *given)
-        finally:
-            setattr(own, name, honest)
-
-    around(patch, owner, "relaunch", wrong)
-
-
 class AnyKey(dict[Any, Any]):
     """Launches that are found by any key."""
 
@@ -80,18 +63,17 @@ def swapped(replay: Any, self: Any, addresses: list[int]) -> None:
     replay(self, [addresses[1], addresses[0], *addresses[2:]])
 
 
-@mutant("the first two tensors swapped", "triton, prefill", "triton, split", "write, bf16", "write, int8")
+@mutant(
+    "the first two tensors swapped",
+    "triton, prefill",
+    "triton, split",
+    "hopper, causal",
+    "hopper, latent",
+    "write, bf16",
+    "write, int8",
+)
 def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__call__", swapped)
-
-
-@mutant("Q and K swapped", "hopper, causal", "hopper, latent")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(relaunch: Any, self: Any, ready: Any, addresses: list[int], *more: Any) -> None:
-        relaunch(self, ready, [addresses[1], addresses[0], *addresses[2:]], *more)
-
-    for owner in (hopper_prefill.Launcher, hopper_latent.Launcher):
-        around(patch, owner, "relaunch", wrong)
 
 
 @mutant("K and V swapped where the call is bound", "triton, prefill", "hopper, causal")
@@ -100,8 +82,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         launch = bind(own, t)
         return lambda q, k, v, *more: launch(q, v, k, *more)
 
-    for module in (kernel, launcher):
-        around(patch, module, "bind_addresses", wrong)
+    around(patch, launcher, "bind_addresses", wrong)
 
 
 @mutant("dK and dV swapped", "triton backward, causal")
@@ -172,11 +153,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a map for blocks of every shape", "hopper, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(map_of: Any, self: Any, name: str, like: Any, form: dict[str, Any]) -> Any:
-        known = [x for x in self.maps.values() if x.name == name]
-        return known[0] if known else map_of(self, name, like, form)
+    def wrong(tensor_map: Any, self: Any, like: Any, form: dict[str, Any]) -> int:
+        known = [made.at for key, made in self.made.items() if key[0] == self.index(like.base)]
+        return known[0] if known else tensor_map(self, like, form)
 
-    around(patch, kernel.CompiledLaunch, "map_of", wrong)
+    around(patch, Places, "tensor_map", wrong)
 
 
 # Workspaces
@@ -186,7 +167,7 @@ def moved_origin(patch: pytest.MonkeyPatch, move: Callable[[Recorder, Origin], O
     around(patch, Recorder, "origin", lambda origin, self, x: move(self, origin(self, x)))
 
 
-@mutant("memory that is not a tensor at a wrong offset", "triton, split", "triton, split, combined after")
+@mutant("memory that is not a tensor at a wrong offset", "triton, split", "hopper, causal", "hopper, latent, many")
 def _(patch: pytest.MonkeyPatch) -> None:
     moved_origin(patch, lambda r, x: x if x.source < len(r.tensors) else x._replace(offset=x.offset + 16))
 
@@ -196,7 +177,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     moved_origin(patch, lambda r, x: x if x.source < len(r.tensors) else x._replace(offset=0))
 
 
-@mutant("workspaces overlap", "triton, mask", "triton, split, combined after", "triton backward, mask, bool")
+@mutant("workspaces overlap", "triton, mask", "triton backward, mask, bool", "hopper, block indices")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(workspace: Any, self: Any, made: torch.Tensor) -> torch.Tensor:
         workspace(self, made)
@@ -206,7 +187,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Recorder, "workspace", wrong)
 
 
-@mutant("too small a workspace", "triton, mask", "triton, split, combined after")
+@mutant("too small a workspace", "triton, split, combined after", "hopper, mask", "hopper, latent, many")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -215,7 +196,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__init__", wrong)
 
 
-@mutant("the last call's workspace", "triton, split, combined after")
+@mutant("the last call's workspace", "triton, split, combined after", "hopper, latent, many")
 def _(patch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, torch.Tensor] = {}
 
@@ -227,7 +208,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, torch, "empty", wrong)
 
 
-@mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map")
+@mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map", "hopper, tile map")
 def _(patch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
 
@@ -236,46 +217,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
         replay(self, [*addresses[:-1], kept[0]])
 
     around(patch, LaunchProgram, "__call__", wrong)
-
-
-@mutant("flags at a wrong offset", "hopper, causal")
-def _(patch: pytest.MonkeyPatch) -> None:
-    off(patch, hopper_prefill.Launcher, "FLAGS_AT", 4, holder=hopper_prefill)
-
-
-@mutant("lse of partials at a wrong offset", "hopper, latent, many")
-def _(patch: pytest.MonkeyPatch) -> None:
-    off(patch, hopper_latent.Launcher, "lse_at", 4)
-
-
-@mutant("ranks over the lists", "hopper, block indices")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(init: Any, self: Any, *given: Any) -> None:
-        init(self, *given)
-        self.rank_at -= 4
-
-    around(patch, block_sparsity_launch.Listing, "__init__", wrong)
-
-
-@mutant("lists without room for ranks", "hopper, mask")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(init: Any, self: Any, *given: Any) -> None:
-        init(self, *given)
-        self.end -= 1
-
-    around(patch, block_sparsity_launch.Listing, "__init__", wrong)
-
-
-@mutant("the last call's own workspace", "hopper, latent, many")
-def _(patch: pytest.MonkeyPatch) -> None:
-    kept: dict[Any, Any] = {}
-
-    def wrong(memory: Any, self: Any, device: torch.device) -> Any:
-        if self not in kept:
-            kept[self] = memory(self, device)
-        return kept[self]
-
-    around(patch, hopper_latent.Launcher, "workspace", wrong)
 
 
 @mutant("captured calls have the stream's counters", "hopper, causal", "hopper, latent")
@@ -311,7 +252,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     relaunched(patch, lambda launches: launches[:-1])
 
 
-@mutant("launches in another order", "triton, prefill", "triton, split, combined after", "triton, mask")
+@mutant(
+    "launches in another order", "triton, prefill", "triton, split, combined after", "triton, mask", "hopper, varlen"
+)
 def _(patch: pytest.MonkeyPatch) -> None:
     relaunched(patch, lambda launches: launches[::-1])
 
@@ -319,22 +262,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mutant("captures as other calls", "triton, split")
 def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__init__", lambda init, self, recorded, captured=None: init(self, recorded))
-
-
-@mutant("no fix-up", "hopper, causal")
-def _(patch: pytest.MonkeyPatch) -> None:
-    around(
-        patch, hopper_prefill.Launcher, "relaunch",
-        lambda go, self, ready, *more: go(self, ready._replace(fixup=None), *more),
-    )  # fmt: skip
-
-
-@mutant("splits that nobody combines", "hopper, latent, many")
-def _(patch: pytest.MonkeyPatch) -> None:
-    around(
-        patch, hopper_latent.Launcher, "relaunch",
-        lambda go, self, ready, *more: go(self, ready._replace(combining=None), *more),
-    )  # fmt: skip
 
 
 @mutant("steps in another order", "hopper backward, causal", "hopper backward, wide, varlen", "hopper backward, split")
@@ -351,7 +278,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
-@mutant("no stream", "triton, split", "triton, mask", "triton backward, mask, broadcast")
+@mutant("no stream", "hopper, latent", "triton, split", "triton, mask", "triton backward, mask, broadcast")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -360,7 +287,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__init__", wrong)
 
 
-@mutant("another stream", "hopper, latent", "hopper backward, wide")
+@mutant("another stream", "hopper backward, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(launch: Any, self: Any, addresses: list[int], stream: int) -> None:
         launch(self, addresses, stream + 1)
@@ -394,13 +321,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a key without one tensor's strides", "triton, mask", "hopper, mask", "hopper, latent, paged", check=changes)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (kernel, launcher):
+    for module in (launcher,):
         patch.setattr(module, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
 
 
 @mutant("a key without the number of keys", "hopper, varlen", "hopper backward, varlen", check=changes)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (kernel, hopper_backward):
+    for module in (launcher, hopper_backward):
         patch.setattr(module, "key_of", lambda k, given: tuple(x.stride() for x in given))
 
 
@@ -409,7 +336,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
-        for name in {"ready", "programs"} & vars(self).keys():
+        for name in {"ready", "programs", "recorded"} & vars(self).keys():
             setattr(self, name, AnyKey())
 
     for owner in (hopper_backward.Launcher, kv_write.Append, launcher.PlanLauncher):

@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,27 +11,28 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 
-from aot import SHARED, Signature, tensors_of
+from aot import SHARED, tensors_of
 from hopper_aot import build
 from interpreted import interpreted
 from problem_space import changed, problem_of
 from tilewise.backends import hopper
 from tilewise.backends.gpu.gluon import gl, gluon, mbarrier
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import config as prefill
 from tilewise.backends.hopper.mla import config
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.kernel import latent_decode
-from tilewise.backends.hopper.mla.launch import Launcher, Launches
+from tilewise.backends.hopper.mla.launch import Launcher
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
-from tilewise.core.private import torch as private
 from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN, stored_as
 from tilewise.dispatch import planner
 from tilewise.validation import calls
 
 BF16, F16 = torch.bfloat16, torch.float16
+META = Workspaces(torch.device("meta"))
 DESCRIBED = ("q", "q_rope", "k", "k_rope", "out")  # to TMA
 
 
@@ -57,7 +57,7 @@ def arguments(ways=None, **given):
     p = problem(**given)
     made, t = launcher(p, **(ways or {})), tensors_of(p)
     t.v = t.k[..., :512]
-    return made, made.arguments(t, made.workspace("meta"))
+    return made, made.arguments(t, META)
 
 
 def check_arrivals(built):
@@ -162,7 +162,7 @@ def test_the_last_program_of_a_sequence_combines_few_rows_of_few_fragments():
         made, t = launcher(p), tensors_of(p)
         t.v = t.k[..., :512]
         assert made.spec.inside is inside
-        assert (made.arguments(t, made.workspace("meta"))["COUNTERS"] is not None) is inside
+        assert (made.arguments(t, META)["COUNTERS"] is not None) is inside
         assert ("the last program of a sequence combines it" in config.notes(made.config)) is inside
 
 
@@ -191,7 +191,7 @@ def chosen(count=300, fp8=False, **given):
 def arguments_by_indices(p, **ways):
     made, t = launcher(p, **ways), tensors_of(p)
     t.v, t.key_indices = t.k, torch.empty(p.batch, 1, p.q_len, p.selection.count, dtype=torch.int32, device="meta")
-    return made.arguments(t, made.workspace("meta"))
+    return made.arguments(t, META)
 
 
 def built_by_indices(p, **ways):
@@ -263,42 +263,7 @@ def test_rows_that_lie_apart_are_not_prefetched():
     for gap in (0, 64):
         t.k = torch.empty(100, 64, 1, 576 + gap, dtype=BF16, device="meta").transpose(1, 2)[..., :576]
         made = launcher(p)
-        assert made.arguments(t, made.workspace("meta"))["S"].prefetch is (gap == 0)
-
-
-@pytest.mark.parametrize("given", [{}, {"sinks": True, "q_len": 2}, {"paged": False, "lse": False}], ids=str)
-def test_a_repeated_call_has_the_addresses_of_its_tensors(given, monkeypatch):
-    monkeypatch.setattr(private, "current_stream", lambda index: 5)
-    latent, made = arguments(**given)
-    launched = []
-
-    def ready(function, constants):
-        types = Signature.of(function, made | latent.combining.constants, constants).types
-        pointers = [name for name, kind in types.items() if kind.startswith("*")]
-
-        def run(addresses, stream):
-            launched.append((dict(zip(pointers, addresses, strict=True)), stream))
-
-        run.pointers = pointers
-        return run
-
-    maps = [SimpleNamespace(name=name, move=lambda at, name=name: moved.__setitem__(name, at)) for name in DESCRIBED]
-    moved = {}
-    latent.names = ["q", "k", "v", *(n for n in ("OUT", "LSE", "SINKS", "LENGTHS", "TABLE") if made[n] is not None)]
-    addresses = [1000 * i for i in range(1, len(latent.names) + 1)]
-    workspace = torch.empty(latent.fragments_at + 4)
-    monkeypatch.setattr(latent, "workspace", lambda device: workspace)
-    combined = {name for name in combine.arg_names if name.isupper()} - set(latent.combining.constants)
-    kernels = ready(latent_decode, ("S",)), ready(combine, tuple(latent.combining.constants))
-    latent.relaunch(Launches(*kernels, maps), addresses, torch.device("cpu"))
-    at = dict(zip(latent.names, addresses, strict=True)) | {"CACHE": 2000, "PARTIAL": workspace.data_ptr()}
-    at |= {name: workspace.data_ptr() + made[name].storage_offset() * 4 for name in ("PARTIAL_LSE", "FRAGMENTS")}
-    assert moved == {"q": 1000, "q_rope": 1000, "k": 2000, "k_rope": 2000, "out": 4000}
-    for (found, stream), names in zip(
-        launched, (at.keys() - {"q", "k", "v", "OUT"}, combined & at.keys()), strict=True
-    ):
-        assert stream == 5
-        assert found == {name: at[name] for name in names}
+        assert made.arguments(t, META)["S"].prefetch is (gap == 0)
 
 
 @pytest.mark.parametrize(

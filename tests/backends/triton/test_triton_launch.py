@@ -3,7 +3,6 @@
 import ctypes
 import sys
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,6 @@ if sys.platform != "linux":
 
 from tilewise.backends.gpu import block_sparsity_launch, kernel, launcher, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
-from tilewise.backends.hopper.fwd import launch as prefill
-from tilewise.backends.hopper.mla import launch as latent
 from tilewise.core.private import torch as private
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
@@ -176,12 +173,12 @@ class Recorded:
     """In the place of a plan's launches: what they are given."""
 
     def __init__(self):
-        self.programs, self.called, self.launched = {}, [], []
+        self.recorded, self.called, self.launched = {}, [], []
 
     def __call__(self, t):
         self.called.append(t)
         given = [x for x in (getattr(t, name) for name in call_cache.FIELDS) if x is not None]
-        self.programs[launcher.key_of(t.k, given)] = self.launched.append
+        self.recorded[launcher.key_of(t.k, given)] = self.launched.append
 
 
 def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
@@ -204,34 +201,3 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
         launch(*given[:10], shifted, *given[11:])  # not aligned: through the plan, which knows
         assert len(bound.called) == n
         assert bound.called[-1].kv_lengths.data_ptr() == shifted.data_ptr()
-
-
-def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
-    for owner in (prefill.Launcher, latent.Launcher):
-        names = list(owner.SOURCES.values())
-        assert [name for name in call_cache.FIELDS if name in names] == names
-
-
-class Described(kernel.AddressLauncher):
-    """A plan's launches, which describe k to TMA: by its shape."""
-
-    SOURCES = {"q": "q", "k": "k", "v": "v", "OUT": "out"}  # noqa: RUF012
-
-    def compile_and_launch(self, t, key):
-        self.ready[key] = t.k.shape
-
-    def relaunch(self, ready, addresses, device):
-        assert ready == self.shape
-
-
-def test_keys_of_other_lengths_are_described_anew(monkeypatch):
-    """Neither how many rows packed keys have nor how many pages there are is in a plan, or in strides."""
-    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: True)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    launcher = Described()
-    for rows in (10, 20, 10, 20):
-        packed, pages = torch.empty(rows, 2, 64).transpose(0, 1)[None], torch.empty(rows, 16, 1, 64).transpose(1, 2)
-        for k in (packed, pages):
-            launcher.shape = k.shape
-            launcher(Tensors(torch.empty(1, 2, 5, 64), k, k, torch.empty(1, 2, 5, 64)))
-    assert len(launcher.ready) == 4

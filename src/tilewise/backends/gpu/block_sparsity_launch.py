@@ -1,7 +1,4 @@
-"""Block sparsity: launches that list the key tiles which a dense mask or block indices leave (`block_sparsity.py`).
-
-The first launch goes through Triton, later ones are by address.
-"""
+"""Block sparsity: launches that list the key tiles which a dense mask or block indices leave (`block_sparsity.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact, list_blocks
 from .flags import DTYPE_NAMES, ceil_pow2, classifies
-from .kernel import Arguments, CompiledLaunch, Kernel, stride_arguments
+from .kernel import Arguments, Kernel, stride_arguments
 from .launch_program import Recorder
 from .semaphores import capturing
 
@@ -86,32 +83,6 @@ class Lister:
         r.launch(kernel, (rows, 1), given | {"LIST": LIST, "RANK": RANK, "n": n})
         return LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n)
 
-    def compile_and_launch(self, t: Tensors) -> tuple[Lists, Listing | None]:
-        """The lists of a call's mask, and the launch by which later calls make theirs."""
-        p, device = self.problem, t.q.device
-        assert t.mask is not None
-        assert p.mask is not None
-        n = -(-p.kv_len // self.BK)
-        full = (p.batch, p.heads, -(-p.q_len // self.BM))
-        B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
-        states = None
-        if t.tile_map is not None:
-            states = self.states(t.tile_map)
-            B, H, tiles = states.shape[:3]
-        elif not self.classified:
-            B = H = tiles = 1
-        rows = B * H * tiles
-        LIST = torch.empty(rows * n, dtype=torch.int32, device=device)
-        RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=device)
-        if self.classified:
-            kernel, given = self.classifier(t.mask)
-            given |= {"LIST": LIST, "RANK": RANK, "heads": H, "tiles": tiles, "n": n}
-        else:
-            kernel, given = self.compact, {"STATES": states, "LIST": LIST, "RANK": RANK, "n": n}
-        ready = kernel.compile_and_launch((rows, 1), given)
-        lists = (LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n))
-        return lists, None if ready is None else Listing(ready, self.classified or states is not None, rows, n)
-
     def classifier(self, mask: torch.Tensor) -> tuple[Kernel, Arguments]:
         """`classify` for a mask, by 32-bit words where rows consist of whole words; and its arguments from the mask."""
         p = self.problem
@@ -141,15 +112,13 @@ class BlockLister:
         constants = {"QUERIES": block // BM, "KEYS": block // BK, "RUN": BLOCK_RUN, "CHUNK": chunk}
         self.kernel = Kernel(list_blocks, constants, num_warps=4)
 
-    def compile_and_launch(self, t: Tensors) -> tuple[Lists, Listing | None]:
-        """The lists of a call's indices, and the launch by which later calls make theirs."""
+    def launch(self, r: Recorder, t: Tensors) -> Lists:
+        """The lists of a call's indices."""
         H, tiles, n = self.heads, self.tiles, self.n
         rows = self.problem.batch * H * tiles
-        LIST = torch.empty(rows * n, dtype=torch.int32, device=t.q.device)
-        RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=t.q.device)
-        ready = self.kernel.compile_and_launch((rows, 1), self.arguments(t) | {"LIST": LIST, "RANK": RANK})
-        lists = (LIST, RANK, (H * tiles, tiles if H > 1 else 0, 1, n))
-        return lists, None if ready is None else Listing(ready, True, rows, n)
+        LIST, RANK = r.empty(rows * n, dtype=torch.int32), r.empty(rows * (n + 1), dtype=torch.int32)
+        r.launch(self.kernel, (rows, 1), self.arguments(t) | {"LIST": LIST, "RANK": RANK})
+        return LIST, RANK, (H * tiles, tiles if H > 1 else 0, 1, n)
 
     def arguments(self, t: Tensors) -> Arguments:
         """The arguments of `list_blocks`, except its outputs."""
@@ -157,20 +126,3 @@ class BlockLister:
         assert p.selection is not None
         given: Arguments = {"INDICES": t.key_indices, "heads": self.heads, "group": p.group, "tiles": self.tiles}
         return given | {"n": self.n, "count": p.selection.count} | stride_arguments("indices", "bhl", t.key_indices)
-
-
-class Listing:
-    """The launch by address that makes the lists of later calls."""
-
-    def __init__(self, ready: CompiledLaunch, reads: bool, rows: int, n: int) -> None:
-        self.ready, self.reads = ready, reads
-        self.rank_at = -(-rows * n // 4) * 4  # a multiple of 16 bytes
-        self.end = self.rank_at + rows * (n + 1)
-
-    def __call__(self, source: int, device: torch.device, stream: int) -> torch.Tensor:
-        """LIST and, from `rank_at` on, RANK, from the mask or the states of its tiles."""
-        lists = torch.empty(self.end, dtype=torch.int32, device=device)
-        at = lists.data_ptr()
-        addresses = [at, at + 4 * self.rank_at]
-        self.ready([source, *addresses] if self.reads else addresses, stream)
-        return lists

@@ -45,7 +45,7 @@ class PlanLauncher:
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()  # of the tensors that the plan's calls have
         self.present: Any = None  # a function that returns them
-        self.programs: dict[Hashable, LaunchProgram] = {}
+        self.recorded: dict[Hashable, LaunchProgram] = {}
 
     def launch(self, r: Recorder, t: Any, *more: torch.Tensor) -> None:
         """Launches the kernels of a call through `r`."""
@@ -65,7 +65,7 @@ class PlanLauncher:
                 for x in more:
                     addresses.append(x.data_ptr())
                     key += (x.shape, addresses[-1] & 15)
-                if (program := self.programs.get(key)) is not None:
+                if (program := self.recorded.get(key)) is not None:
                     program(addresses)
                     return
 
@@ -73,7 +73,7 @@ class PlanLauncher:
             count = len(self.names)
             self.launch(r, with_tensors(t, dict(zip(self.names, own[:count], strict=True))), *own[count:])
 
-        launch_and_record(launch, (*given, *more), self.programs, key)
+        launch_and_record(launch, (*given, *more), self.recorded, key)
 
 
 def with_tensors(t: Any, tensors: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ def bind_addresses(launcher: PlanLauncher, t: Tensors) -> Callable[..., None]:
     forms = [(name, x.shape, x.stride()) for name, x in there.items()]
     given = [*there.values()]
     key = None if any(x.data_ptr() & 15 for x in given) else key_of(t.k, given)
-    program = launcher.programs.get(key)
+    program = launcher.recorded.get(key)
 
     def launch(*tensors: torch.Tensor | None) -> None:
         nonlocal program
@@ -106,6 +106,6 @@ def bind_addresses(launcher: PlanLauncher, t: Tensors) -> Callable[..., None]:
         given = [x for x in tensors if x is not None]
         views: Any = {form[0]: x.as_strided(*form[1:]) for form, x in zip(forms, given, strict=True)}
         launcher(Tensors(**views))
-        program = launcher.programs.get(key)
+        program = launcher.recorded.get(key)
 
     return launch

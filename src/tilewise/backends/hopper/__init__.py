@@ -122,7 +122,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from ..gpu.kernel import bind_addresses
+    from ..gpu.launcher import bind_addresses
 
     return bind_addresses(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
 

@@ -1,56 +1,40 @@
-"""From a plan and its tensors to kernel launches. Nothing here reads a value on the device.
-
-The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
-aligned pointers pass their addresses directly to the compiled kernels.
-"""
+"""From a plan and its tensors to kernel launches. Nothing here reads a value on the device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ....core.plan import ByPlan, Plan
-from ....core.private import torch as private
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
-from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Listing, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
+from ...gpu.kernel import Arguments, Kernel, stride_arguments
+from ...gpu.launch_program import Recorder, Workspaces
+from ...gpu.launcher import PlanLauncher
 from ...gpu.semaphores import SPARE, Semaphores
 from ...gpu.target import Target, target_of
-from ...gpu.tensor_map import TensorMap
 from ...gpu.varlen_order import rank_sequences
 from ..descriptors import descriptor
 from . import config
 from .config import Config
 from .kernel import fwd_kernel
 
+TENSORS = {  # arguments, and the fields of `Tensors` that they come from; q, k, v and out have descriptors too
+    "OUT": "out", "LSE": "lse", "SLOPES": "alibi_slopes", "SINKS": "sinks", "PLACES": "places",
+    "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q",
+    "CU_K": "cu_seqlens_k",
+}  # fmt: skip
 FIXUP_COLUMNS = 128  # output columns that the fix-up computes at a time; more would not fit a warpgroup's registers
 ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
 FLAGS_AT = 4  # offset of the non-finite flags of tiles, after the counter: aligned to 16 bytes
 SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 
 
-class Launches(NamedTuple):
-    """The compiled launches that later calls with the same strides repeat."""
-
-    ordering: CompiledLaunch | None
-    prefill: CompiledLaunch
-    fixup: CompiledLaunch | None
-    listing: Listing | None
-    maps: list[TensorMap]  # of all of these
-
-
-class Launcher(AddressLauncher):
+class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
-
-    SOURCES: ClassVar = {
-        "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
-        "SINKS": "sinks", "PLACES": "places", "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths",
-        "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
-    }  # fmt: skip
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         super().__init__()
@@ -95,50 +79,25 @@ class Launcher(AddressLauncher):
             "S": s,
         }
 
-    def compile_and_launch(self, t: Tensors, key: Any) -> None:
-        """Launches through Triton; with `key`, later calls with this key are launched by address."""
-        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.compile_and_launch(t)
-        given = self.arguments(t, self.memory(t.q.device), lists)
-        ordering = fixup = None
-        maps: dict[Any, TensorMap] = {}
+    def __call__(self, t: Tensors) -> None:
+        listed = t.tile_map is not None and isinstance(self.lister, Lister)
+        super().__call__(t, *([self.lister.states(t.tile_map)] if listed else []))
+
+    def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
+        """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
+        lists = NO_LISTS if self.lister is None else self.lister.launch(r, t, *states)
+        given = self.arguments(t, self.memory(r), lists)
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
-            ordering = self.order.compile_and_launch((runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
-        attention = self.attention.compile_and_launch((self.programs, 1), given, maps)
+            r.launch(self.order, (runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
+        r.launch(self.attention, (self.programs, 1), given)
         if self.spec.guard:
-            fixup = self.fixup.compile_and_launch((self.fixup_programs, 1), self.fixup_arguments(t, given), maps)
-        if key is not None and attention is not None:
-            self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
-
-    def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
-        """Launches by address."""
-        at: Arguments = dict(zip(self.names, addresses, strict=True))
-        ordering, attention, fixup, listing, maps = ready
-        stream = private.current_stream(device.index)
-        at["o"] = at["OUT"]
-        if self.spec.guard:
-            at["COUNTER"] = self.semaphores.take(device).data_ptr()
-            at["FLAGS"] = at["COUNTER"] + 4 * FLAGS_AT
-        if listing is not None:
-            source = at["INDICES" if self.spec.blocks else "MASK"]
-            lists = listing(source, device, stream)  # kept until the kernels have been queued
-            at["LIST"] = lists.data_ptr()
-            at["RANK"] = at["LIST"] + 4 * listing.rank_at
-        ranks = self.ranks(device)
-        at |= {name: x.data_ptr() for name, x in ranks.items()}
-        with self.lock:
-            for tensor_map in maps:
-                tensor_map.move(at[tensor_map.name])
-            if ordering is not None:
-                ordering([at[name] for name in ordering.pointers], stream)
-            attention([at[name] for name in attention.pointers], stream)
-            if fixup is not None:
-                fixup([at[name] for name in fixup.pointers], stream)
+            r.launch(self.fixup, (self.fixup_programs, 1), self.fixup_arguments(t, given))
 
     def arguments(self, t: Tensors, memory: Arguments, lists: Lists) -> Arguments:
         """The arguments of the kernels."""
         s = self.spec
-        given: Arguments = {name: getattr(t, source) for name, source in self.SOURCES.items()} | memory
+        given: Arguments = {name: getattr(t, source) for name, source in TENSORS.items()} | memory
         given |= {
             "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
             "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),
@@ -156,21 +115,17 @@ class Launcher(AddressLauncher):
         s = self.fixup_spec
         return given | {"v": descriptor(t.v, s.BN, s.DV, s.dtype), "S": s}
 
-    def memory(self, device: torch.device) -> Arguments:
+    def memory(self, r: Workspaces) -> Arguments:
         """The workspaces of a call."""
-        made: Arguments = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
+        made: Arguments = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START"))
+        if self.spec.packed_q:  # the outputs of `rank_sequences`
+            ranks = r.empty(2, -(-(self.problem.batch + 2) // 4) * 4, dtype=torch.int32)
+            made |= {"ORDER": ranks[0], "START": ranks[1]}
         if self.spec.guard:
-            semaphores = self.semaphores.take(device)
+            semaphores = r.counters(self.semaphores)
             made["FLAGS"] = semaphores[FLAGS_AT:]
             made["COUNTER"] = semaphores[:1] if self.dynamic else None
         return made
-
-    def ranks(self, device: torch.device) -> Arguments:
-        """The outputs of `rank_sequences`."""
-        if not self.spec.packed_q:
-            return {}
-        made = torch.empty(2, -(-(self.problem.batch + 2) // 4) * 4, dtype=torch.int32, device=device)
-        return {"ORDER": made[0], "START": made[1]}
 
 
 @ByPlan

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
 
 import torch
 
 from ....core.plan import ByPlan, Plan
-from ....core.private import torch as private
 from ....core.tensors import Tensors
-from ...gpu.kernel import AddressLauncher, Arguments, CompiledLaunch, Kernel, stride_arguments
+from ...gpu.kernel import Arguments, Kernel, stride_arguments
+from ...gpu.launch_program import Recorder, Workspaces
+from ...gpu.launcher import PlanLauncher
 from ...gpu.semaphores import Semaphores
 from ...gpu.target import Target, target_of
-from ...gpu.tensor_map import TensorMap
 from ..descriptors import block_descriptor
 from . import config
 from .combine import combine
@@ -21,22 +20,8 @@ from .kernel import latent_decode
 from .spec import LATENT, ROPE
 
 
-class Launches(NamedTuple):
-    """The compiled launches that later calls with the same strides repeat."""
-
-    decode: CompiledLaunch
-    combining: CompiledLaunch | None
-    maps: list[TensorMap]
-
-
-class Launcher(AddressLauncher):
+class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
-
-    # Tensors that no kernel reads (V is in K, offsets are those of the last positions) are listed too.
-    SOURCES: ClassVar = {
-        "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks",
-        "INDICES": "key_indices", "LENGTHS": "kv_lengths", "q_offset": "q_offset", "TABLE": "block_table",
-    }  # fmt: skip
 
     def __init__(self, plan: Plan, target: Target) -> None:
         super().__init__()
@@ -54,47 +39,15 @@ class Launcher(AddressLauncher):
             "chosen": p.selection.count if p.selection else 0, "per": p.q_len if p.selection else 1,
         }  # fmt: skip
 
-    def compile_and_launch(self, t: Tensors, key: object) -> None:
-        """Launches through Triton; with `key`, later calls with this key are launched by address."""
-        c = self.config
-        given = self.arguments(t, self.workspace(t.q.device))
-        maps: dict[object, TensorMap] = {}
-        decode = self.decode.compile_and_launch((c.splits * c.tiles, 1), given, maps)
-        combining = None
+    def launch(self, r: Recorder, t: Tensors, *more: torch.Tensor) -> None:
+        c, given = self.config, self.arguments(t, r)
+        r.launch(self.decode, (c.splits * c.tiles, 1), given)
         if c.cut and not self.spec.inside:
-            combining = self.combining.compile_and_launch((c.combiners, 1), given)
-        if key is not None and decode is not None:
-            self.ready[key] = Launches(decode, combining, list(maps.values()))
+            r.launch(self.combining, (c.combiners, 1), given)
 
-    def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
-        """Launches by address."""
-        at: Arguments = dict(zip(self.names, addresses, strict=True))
-        stream = private.current_stream(device.index)
-        workspace = self.workspace(device)  # kept until the kernels have been queued
-        partial = workspace.data_ptr()
-        at |= {
-            "q_rope": at["q"],
-            "k_rope": at["k"],
-            "CACHE": at["k"],
-            "SCALES": at["k"],
-            "out": at["OUT"],
-            "PARTIAL": partial,
-        }
-        at |= {"PARTIAL_LSE": partial + 4 * self.lse_at, "FRAGMENTS": partial + 4 * self.fragments_at}
-        if self.spec.inside:
-            at["COUNTERS"] = self.counters.take(device).data_ptr()
-        with self.lock:
-            for tensor_map in ready.maps:
-                tensor_map.move(at[tensor_map.name])
-            ready.decode([at[name] for name in ready.decode.pointers], stream)
-            if ready.combining is not None:
-                ready.combining([at[name] for name in ready.combining.pointers], stream)
-
-    def workspace(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.fragments_at + self.config.sequences, dtype=torch.float32, device=device)
-
-    def arguments(self, t: Tensors, workspace: torch.Tensor) -> Arguments:
+    def arguments(self, t: Tensors, r: Workspaces) -> Arguments:
         """The arguments of both kernels."""
+        workspace = r.empty(self.fragments_at + self.config.sequences)
         s, cache = self.spec, t.k[:, 0]  # [pages or B, rows, 576], in float8 656 bytes
         if cache.stride(1) != LATENT + ROPE:
             s = replace(s, prefetch=False)  # needs contiguous rows
@@ -111,7 +64,7 @@ class Launcher(AddressLauncher):
             "OUT": t.out, "LSE": t.lse, "SINKS": t.sinks, "LENGTHS": t.kv_lengths, "TABLE": t.block_table,
             "PARTIAL": workspace, "PARTIAL_LSE": workspace[self.lse_at :],
             "FRAGMENTS": workspace[self.fragments_at :].view(torch.int32), "S": s,
-            "COUNTERS": self.counters.take(workspace.device) if s.inside else None,
+            "COUNTERS": r.counters(self.counters) if s.inside else None,
         }  # fmt: skip
         given |= stride_arguments("table", "b", t.block_table) | stride_arguments(
             "page", "bl", cache, 16 // cache.element_size()
