@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from backward_checks import check, repeats
 from backward_triton import PLANE, Row, flops, made_of, sdpa, whole_pass
-from timing import ceilings, seconds
+from timing import ceilings, kernels_alone, seconds
 
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
@@ -144,15 +144,12 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, f
 
 def launches(launcher: NarrowLauncher, tensors: Any) -> dict[str, Callable[[], Any]]:
     """Each launch of a call by itself."""
-    (steps,) = launcher.ready.values()
-    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
-    at = {name: x.data_ptr() for name, x in given.items()}
-    launcher.relaunch(steps, at, tensors.dout.device)
+    runs = [kernel.run for kernel in kernels_alone(launcher, tensors)]
     dq, sums = ["dQ"] * (not launcher.spec.converts), ["mask's sums"] * config.sums_mask(launcher.problem)
     names = ("statistics", "backward", *dq, *sums, *["fix-up"] * launcher.spec.guarded)
-    parts = {name: [step] for name, step in zip(names, steps, strict=True)}
-    parts["backward"].insert(0, steps[0])  # without it, its counter says that all is done
-    return {name: lambda s=part: (given, launcher.relaunch(s, at, tensors.dout.device)) for name, part in parts.items()}
+    parts: dict[str, Callable[[], Any]] = dict(zip(names, runs, strict=True))
+    parts["backward"] = lambda: (runs[0](), runs[1]())  # without the first, its counter says that all is done
+    return parts
 
 
 def times(launcher: NarrowLauncher, made: Any, args: Any) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from backward import BF16, peers, work
 from backward_checks import repeats
-from timing import graphed, seconds
+from timing import graphed, kernels_alone, seconds
 
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
@@ -93,19 +93,12 @@ def compiling(pool: ProcessPoolExecutor, rows: list[Any]) -> dict[Future[Any], A
 
 def launches(launcher: NarrowLauncher, tensors: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch but the kernel, which cannot run again without what is before it."""
-    (steps,) = launcher.ready.values()
-    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
-    at = {name: x.data_ptr() for name, x in given.items()}
-    device = tensors.dout.device
-    launcher.relaunch(steps, at, device)
     runs = {
-        step.launch.compiled.metadata.name: graphed([lambda s=step: launcher.relaunch([s], at, device)] * 20)
-        for step in steps
-        if step.launch.compiled.metadata.name != "backward"
+        kernel.name: graphed([kernel.run] * 20)
+        for kernel in kernels_alone(launcher, tensors)
+        if kernel.name != "backward"
     }
-    found = {name: round(t / 20 * 1e6, 1) for name, t in seconds(runs, args.rounds, args.budget).items()}
-    del given  # the graphs have had its addresses
-    return found
+    return {name: round(t / 20 * 1e6, 1) for name, t in seconds(runs, args.rounds, args.budget).items()}
 
 
 def timed(args: Any, what: tuple[Any, ...]) -> dict[str, Any]:

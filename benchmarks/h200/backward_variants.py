@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from backward import BF16, work
-from timing import seconds
+from timing import kernels_alone, seconds
 
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config, launch
@@ -150,16 +150,11 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def parts(launcher: NarrowLauncher, tensors: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch beside the kernel, which cannot run without what is before it."""
-    (steps,) = launcher.ready.values()
-    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
-    at = {name: x.data_ptr() for name, x in given.items()}
-    beside = {n: step for n, step in enumerate(steps) if step.launch.compiled.metadata.name != "backward"}
     found = {}
-    for n, step in beside.items():
-        launcher.relaunch(steps, at, tensors.dout.device)
-        run = lambda s=step: launcher.relaunch([s], at, tensors.dout.device)  # noqa: E731
-        name = f"{n} {step.launch.compiled.metadata.name}"
-        found[name] = round(seconds({name: run}, args.rounds, args.budget)[name] * 1e6, 1)
+    for n, kernel in enumerate(kernels_alone(launcher, tensors)):
+        if kernel.name != "backward":
+            name = f"{n} {kernel.name}"
+            found[name] = round(seconds({name: kernel.run}, args.rounds, args.budget)[name] * 1e6, 1)
     return found
 
 

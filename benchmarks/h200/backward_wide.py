@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from backward import BF16, Work, peers, timed, unpack_peers, work
 from backward_checks import check, repeats
-from timing import ceilings
+from timing import ceilings, kernels_alone
 
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
@@ -69,11 +69,7 @@ def variants(D: int, causal: bool) -> dict[str, Any]:
 
 def launches(launcher: WideLauncher, tensors: Any) -> list[Callable[[], Any]]:
     """Each launch of a call by itself: what comes before, dQ, dK and dV, and what comes after."""
-    (steps,) = launcher.ready.values()
-    given = {name: x for name, x in launcher.tensors(tensors).items() if x is not None}
-    at = {name: x.data_ptr() for name, x in given.items()}
-    launcher.relaunch(steps, at, tensors.dout.device)
-    return [lambda s=step: (given, launcher.relaunch([s], at, tensors.dout.device)) for step in steps]
+    return [kernel.run for kernel in kernels_alone(launcher, tensors)]
 
 
 def inputs(D: int, Dv: int, H: int, Hkv: int, B: int, L: int) -> list[torch.Tensor]:

@@ -101,15 +101,19 @@ HELPERS = f"""
 def test_locks_that_others_hold():
     """The call counters', that of `context_parallel`, a paged cache's, and those of GPU launchers."""
     run("""
-        from tilewise.backends.gpu.kernel import AddressLauncher
+        from types import SimpleNamespace
+
+        from tilewise.backends.gpu import launch_program
         from tilewise.dispatch import activity
         from tilewise.distributed import context
         from tilewise.kv_cache.stores import PageStore
 
-        class Launcher(AddressLauncher):
-            SOURCES = {}
+        launch_program.driver = lambda: SimpleNamespace(launch=None, context=lambda: 0)
 
-        cache, launcher, gone = tilewise.PagedKVCache(8, 4, 1, 8), Launcher(), Launcher()
+        def program():
+            return launch_program.LaunchProgram(launch_program.Recorder([torch.ones(1)], True, False))
+
+        cache, launcher, gone = tilewise.PagedKVCache(8, 4, 1, 8), program(), program()
         first, rows = cache.create(), torch.ones(1, 1, 8)
         cache.append(first, rows, rows)
         assert isinstance(cache.store, PageStore)

@@ -18,7 +18,7 @@ import launch_recorder
 from launch_calls import append, backward, changes, forward, merged, misaligned, repeats
 from launch_mutants import MUTANTS
 from tilewise.backends import hopper, triton
-from tilewise.backends.gpu import kernel, semaphores
+from tilewise.backends.gpu import launch_program, semaphores
 from tilewise.core.private import torch as private
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, GRADIENTS, LATENT_ROWS
@@ -163,7 +163,8 @@ def patched():
     """What the recorder takes the place of."""
     found = [private.current_device, private.current_stream, private.is_capturing]
     found += [getattr(torch.cuda, name) for name in ("device", "current_device", "is_available", "synchronize")]
-    found += [torch.version.cuda, vars(jit.KernelInterface)["__getitem__"], kernel.driver, kernel.tensor_map_driver]
+    found += [torch.version.cuda, vars(jit.KernelInterface)["__getitem__"]]
+    found += [launch_program.driver, launch_program.tensor_map_driver]
     found += [semaphores.Semaphores.take, semaphores.Semaphores.zeros, semaphores.Thread, semaphores._kept]
     return found + [by_plan.kept for by_plan in launch_recorder.BY_PLAN]
 

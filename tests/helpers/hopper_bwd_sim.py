@@ -13,6 +13,7 @@ import gluon_sim
 from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, Tensor
 from hopper_sim import flat
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.prepost import MOST_LSE
@@ -58,7 +59,7 @@ class Backward:
             cu = t.forward.cu_seqlens_q.tolist()
             self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
         self.launcher.spec = replace(self.launcher.spec, **changes)
-        self.given = self.launcher.tensors(t)
+        self.given = self.launcher.tensors(t, Workspaces(t.dout.device))
         self.spec = replace(self.launcher.spec_for(self.given), **changes)
         if "ACC" in self.given:
             self.given["ACC"].fill_(float("nan"))

@@ -15,9 +15,6 @@ from launch_calls import changes, misaligned, repeats
 from launch_recorder import STREAM
 from tilewise.backends.gpu import kernel, launcher, semaphores, tensor_map
 from tilewise.backends.gpu.launch_program import LaunchProgram, Origin, Places, Recorder
-from tilewise.backends.hopper.bwd import launch as hopper_backward
-from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
-from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 from tilewise.backends.triton import kv_write, merge
 from tilewise.backends.triton.bwd import dense_mask
 from tilewise.core.private import torch as private
@@ -85,7 +82,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, launcher, "bind_addresses", wrong)
 
 
-@mutant("dK and dV swapped", "triton backward, causal")
+@mutant("dK and dV swapped", "triton backward, causal", "hopper backward, causal", "hopper backward, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
         *first, dk, dv = addresses  # the call has no other gradients after them
@@ -94,31 +91,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__call__", wrong)
 
 
-@mutant("dK and dV swapped in tensor maps", "hopper backward, causal")
-def _(patch: pytest.MonkeyPatch) -> None:
-    around(patch, NarrowLauncher, "names", lambda names, self: names(self) | {"dk": "DV", "dv": "DK"})
-
-
-@mutant("K and V swapped in tensor maps", "hopper backward, wide")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(relaunch: Any, self: Any, ready: Any, at: dict[str, int], device: torch.device) -> None:
-        relaunch(self, ready, at | {"k": at["v"], "v": at["k"]}, device)
-
-    around(patch, WideLauncher, "relaunch", wrong)
-
-
 @mutant("the last pointers swapped", "merge", "triton, mask", "hopper, varlen")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(launch: Any, self: Any, addresses: list[int], stream: int | None = None) -> None:
-        *first, a, b = addresses
-        launch(self, [*first, b, a], stream)
-
-    def wrong_program(replay: Any, self: Any, addresses: list[int]) -> None:
+    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
         *first, a, b = addresses
         replay(self, [*first, b, a])
 
-    around(patch, kernel.CompiledLaunch, "__call__", wrong)
-    around(patch, LaunchProgram, "__call__", wrong_program)
+    around(patch, LaunchProgram, "__call__", wrong)
 
 
 @mutant("the first call's mask", "triton backward, key indices", "triton backward, tree")
@@ -145,8 +124,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("strides in elements", "hopper, causal", "hopper, latent, paged", "hopper backward, wide")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(init: Any, self: Any, name: str, like: Any, meta: dict[str, Any], cuda: Any) -> None:
-        init(self, name, like, meta | {"elem_size": 1}, cuda)
+    def wrong(init: Any, self: Any, like: Any, meta: dict[str, Any], cuda: Any) -> None:
+        init(self, like, meta | {"elem_size": 1}, cuda)
 
     around(patch, tensor_map.TensorMap, "__init__", wrong)
 
@@ -264,35 +243,21 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, LaunchProgram, "__init__", lambda init, self, recorded, captured=None: init(self, recorded))
 
 
-@mutant("steps in another order", "hopper backward, causal", "hopper backward, wide, varlen", "hopper backward, split")
-def _(patch: pytest.MonkeyPatch) -> None:
-    around(patch, hopper_backward.Launcher, "relaunch", lambda go, self, ready, *more: go(self, ready[::-1], *more))
-
-
 @mutant("another grid", "triton, prefill", "hopper backward, mask, sums", "write, bf16", "merge")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, compiled: Any, grid: tuple[int, int], *more: Any) -> None:
         init(self, compiled, (grid[0] + 1, grid[1]), *more)
 
-    around(patch, kernel.CompiledLaunch, "__init__", wrong)
     around(patch, kernel.KernelLaunch, "__init__", wrong)
 
 
-@mutant("no stream", "hopper, latent", "triton, split", "triton, mask", "triton backward, mask, broadcast")
+@mutant("no stream", "hopper, latent", "hopper backward, wide", "triton, mask")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
         self.stream = STREAM
 
     around(patch, LaunchProgram, "__init__", wrong)
-
-
-@mutant("another stream", "hopper backward, wide")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def wrong(launch: Any, self: Any, addresses: list[int], stream: int) -> None:
-        launch(self, addresses, stream + 1)
-
-    around(patch, kernel.CompiledLaunch, "__call__", wrong)
 
 
 @mutant("starts late", "triton, split, combined after")
@@ -315,20 +280,17 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mutant("a key without strides", "triton, prefill", "triton, split", "hopper, causal", "hopper backward, causal",
         "hopper backward, wide", check=changes)  # fmt: skip
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (kernel, launcher, hopper_backward):
-        patch.setattr(module, "key_of", lambda k, given: (k.shape,))
+    patch.setattr(launcher, "key_of", lambda k, given: (k.shape,))
 
 
 @mutant("a key without one tensor's strides", "triton, mask", "hopper, mask", "hopper, latent, paged", check=changes)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (launcher,):
-        patch.setattr(module, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
+    patch.setattr(launcher, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
 
 
 @mutant("a key without the number of keys", "hopper, varlen", "hopper backward, varlen", check=changes)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for module in (launcher, hopper_backward):
-        patch.setattr(module, "key_of", lambda k, given: tuple(x.stride() for x in given))
+    patch.setattr(launcher, "key_of", lambda k, given: tuple(x.stride() for x in given))
 
 
 @mutant("any key", "triton, prefill", "triton backward, causal", "triton backward, mask, dense",
@@ -336,17 +298,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
-        for name in {"ready", "programs", "recorded"} & vars(self).keys():
-            setattr(self, name, AnyKey())
+        setattr(self, "recorded" if isinstance(self, launcher.PlanLauncher) else "programs", AnyKey())
 
-    for owner in (hopper_backward.Launcher, kv_write.Append, launcher.PlanLauncher):
+    for owner in (kv_write.Append, launcher.PlanLauncher):
         around(patch, owner, "__init__", wrong)
     patch.setattr(merge, "_programs", AnyKey())
 
 
 def aligned_or_not(patch: pytest.MonkeyPatch) -> None:
     """Addresses that are not looked at."""
-    for module in (kernel, launcher, hopper_backward, merge):
+    for module in (launcher, kv_write, merge):
         patch.setattr(module, "is_aligned", lambda addresses, device: private.current_device() == device.index)
 
 

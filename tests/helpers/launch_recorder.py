@@ -389,9 +389,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
 
     assert not kernel.INTERPRETED
     monkeypatch.setattr(jit.KernelInterface, "__getitem__", getitem)
-    for module in (kernel, launch_program):
-        monkeypatch.setattr(module, "driver", lambda: made)
-        monkeypatch.setattr(module, "tensor_map_driver", lambda: made)
+    monkeypatch.setattr(launch_program, "driver", lambda: made)
+    monkeypatch.setattr(launch_program, "tensor_map_driver", lambda: made)
     monkeypatch.setattr(semaphores.Semaphores, "take", lambda self, device: take(self, GPU))
     monkeypatch.setattr(semaphores.Semaphores, "zeros", kept_zeros)
     monkeypatch.setattr(semaphores, "_kept", [])

@@ -11,7 +11,8 @@ if sys.platform != "linux":
 
 from aot import SHARED
 from hopper_aot import build
-from tilewise.backends.gpu.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward
@@ -68,7 +69,7 @@ def tensors_of(p):
 def given(p):
     """A call's launches and their arguments."""
     launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), H200)
-    tensors = launcher.tensors(tensors_of(p))
+    tensors = launcher.tensors(tensors_of(p), Workspaces(torch.device("meta")))
     return launcher, launcher.arguments(tensors) | launcher.descriptors(tensors) | launcher.partials(tensors)
 
 
@@ -234,17 +235,15 @@ def test_edges_hide_what_a_block_may_have():
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
-def test_grids_and_heuristics_are_those_of_the_gpu(processors, monkeypatch):
+def test_grids_and_heuristics_are_those_of_the_gpu(processors):
     """An H20 has 78 SMs, an H100 on PCIe 114."""
     target, grids = nvidia(90, processors), {}
 
-    def compile_and_launch(self, grid, arguments, maps):
-        grids[self.function.__name__] = grid
-
-    monkeypatch.setattr(Kernel, "compile_and_launch", compile_and_launch)
+    recorder = Workspaces(torch.device("meta"))
+    recorder.launch = lambda kernel, grid, given: grids.update({kernel.function.__name__: grid})
     p = problem(causal=True, B=8, L=1024)
     launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), target)
-    launcher.compile_and_launch(launcher.tensors(tensors_of(p)))
+    launcher.launch(recorder, tensors_of(p))
     assert launcher.spec.persistent
     assert grids["backward"] == grids["fix_up"] == (processors, 1)
     few = problem(B=1, H=32, Hkv=8, L=1024, q_offset=0)

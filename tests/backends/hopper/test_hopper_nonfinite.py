@@ -21,6 +21,7 @@ def fixed_up(case):
     """Gradients by the fix-up alone, of inputs with NaN in every hidden place."""
     import torch
 
+    from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.nonfinite import fix_up
     from tilewise.core.plan import Plan
@@ -31,7 +32,7 @@ def fixed_up(case):
     for x in t.gradients().values():
         x.fill_(float("nan"))
     launcher = launcher_of(Plan(made.call.problem, "hopper", "", (1, 1)))
-    given = launcher.tensors(t)
+    given = launcher.tensors(t, Workspaces(t.dout.device))
     given["FLAG"].fill_(0)
     arguments = launcher.arguments(given) | launcher.fix_up.constants
     arguments = {name: arguments[name] for name in fix_up.arg_names}
@@ -50,6 +51,7 @@ def statistics(case, huge):
     """Rows of a masked call: -lse, -delta; what the scores' product takes off; blocks of a huge lse."""
     import torch
 
+    from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
     from tilewise.core.plan import Plan
@@ -59,7 +61,8 @@ def statistics(case, huge):
     call = make_gradients(case).call
     p, t = call.problem, call.tensors
     launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
-    given = launcher.tensors(t)
+    given = launcher.tensors(t, Workspaces(t.dout.device))
+    given["SHARES"] = None if t.dsinks is None else torch.zeros(launcher.blocks)
     given["LSE2"].fill_(float("nan"))
     given["HUGE"].fill_(-1)
     for name in ("SEMAPHORES", "COUNTER", "FLAG"):  # memory that others have used
@@ -93,6 +96,7 @@ def unseen(case):
     """dQ of query blocks that no key block adds to is 0 before the kernel; others are left to it."""
     from itertools import product
 
+    from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd import config
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
@@ -105,7 +109,7 @@ def unseen(case):
     p, t = call.problem, call.tensors
     launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
     assert launcher.spec.converts
-    given = launcher.tensors(t)
+    given = launcher.tensors(t, Workspaces(t.dout.device))
     given["DQ"].fill_(float("nan"))
     arguments = launcher.arguments(given)
     preprocess[launcher.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
@@ -135,8 +139,11 @@ def unseen(case):
 
 def combined(case, splits):
     """dK and dV of split key blocks are the sums of their partials, in order."""
+    from types import SimpleNamespace
+
     import torch
 
+    from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd import config
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.core.plan import Plan
@@ -145,10 +152,10 @@ def combined(case, splits):
     config.splits_of = lambda problem, target: splits
     call = make_gradients(case).call
     launcher = launcher_of(Plan(call.problem, "hopper", "", (1, 1)))
-    given = launcher.tensors(call.tensors)
+    given = launcher.tensors(call.tensors, Workspaces(call.tensors.dout.device))
     steps = []
-    launcher.step = lambda kernel, grid, arguments, names=None: steps.append((kernel, grid, arguments))
-    launcher.main(given, launcher.arguments(given))
+    recorder = SimpleNamespace(launch=lambda *launch: steps.append(launch))
+    launcher.launch_main(recorder, given, launcher.arguments(given))
     kernel, grid, arguments = next(x for x in steps if x[0] is launcher.combine)
     want = []
     for name in ("DK", "DV"):
@@ -159,7 +166,7 @@ def combined(case, splits):
         for split in range(splits):
             total += partials.view(B, Hkv, splits, Lk, -1)[:, :, split, :, :D]
         want.append(total.to(given[name].dtype))
-    kernel.compile_and_launch(grid, arguments)
+    kernel.launch(grid, kernel.arguments(arguments))
     assert all(torch.equal(given[name], x) for name, x in zip(("DK", "DV"), want, strict=True))
 
 

@@ -14,6 +14,7 @@ from hopper_aot import build
 from test_hopper_backward import H200
 from test_hopper_backward import problem as narrow
 from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.hopper import plan_backward
 from tilewise.backends.hopper.bwd import config as both_config
 from tilewise.backends.hopper.bwd.nonfinite import fix_up
@@ -47,7 +48,8 @@ def given(p):
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
     launcher = WideLauncher(Plan(p, "hopper", "", (1, 1)), H200)
-    return launcher, launcher.tensors(BackwardTensors(f, torch.empty_like(f.out), None, q, k, v))
+    t = BackwardTensors(f, torch.empty_like(f.out), None, q, k, v)
+    return launcher, launcher.tensors(t, Workspaces(t.dout.device))
 
 
 def built(function, arguments, constants=("S",), options=OPTIONS):

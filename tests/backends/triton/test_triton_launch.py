@@ -11,8 +11,9 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.gpu import block_sparsity_launch, kernel, launcher, semaphores
+from tilewise.backends.gpu import block_sparsity_launch, launch_program, launcher, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, CULaunchAttribute, CULaunchConfig
+from tilewise.backends.gpu.launch_program import LaunchProgram, Recorder
 from tilewise.core.private import torch as private
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
@@ -54,11 +55,25 @@ class Driver:
         return self.errors.pop(0) if self.errors else 0
 
 
-def test_a_launch_has_every_argument_in_its_place():
+@pytest.fixture
+def program(monkeypatch):
+    """Makes a program of one kernel for a driver; the current stream is 7."""
+    monkeypatch.setattr(private, "current_stream", lambda index: 7)
+
+    def make(driver, **changes):
+        monkeypatch.setattr(launch_program, "driver", lambda: driver)
+        recorder = Recorder([torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)], recording=True, captured=False)
+        given = GIVEN | dict(zip(("Q", "OUT"), recorder.tensors, strict=True))
+        recorder.launches.append((compiled(**changes), (5, 3), given))
+        return LaunchProgram(recorder)
+
+    return make
+
+
+def test_a_launch_has_every_argument_in_its_place(program):
     driver = Driver()
-    ready = kernel.CompiledLaunch(compiled(), (5, 3), GIVEN, driver)
     high = (1 << 47) + 16
-    ready([high, 32], 7)
+    program(driver)([high, 32])
     how, function, values, extra = driver.calls[0]
     assert function == 99
     assert extra is None
@@ -68,17 +83,18 @@ def test_a_launch_has_every_argument_in_its_place():
     assert (how.stream, how.count) == (7, 0)
 
 
-def test_the_next_launch_has_its_own_pointers_and_stream():
+def test_the_next_launch_has_its_own_pointers_and_stream(program, monkeypatch):
     driver = Driver()
-    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)
-    ready([16, 32], 7)
-    ready([48, 64], 8)
+    made = program(driver)
+    made([16, 32])
+    monkeypatch.setattr(private, "current_stream", lambda index: 8)
+    made([48, 64])
     assert [(call[2][0], call[2][4], call[0].stream) for call in driver.calls] == [(16, 32, 7), (48, 64, 8)]
 
 
-def test_a_kernel_that_may_start_early_says_so():
+def test_a_kernel_that_may_start_early_says_so(program):
     driver = Driver()
-    kernel.CompiledLaunch(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
+    program(driver, launch_pdl=True)([16, 32])
     how = driver.calls[0][0]
     assert how.count == 1
     assert how.attributes is not None
@@ -91,26 +107,34 @@ def test_sizes_of_the_drivers_structures():
     assert CULaunchAttribute.value.offset == 8
 
 
-def test_a_launch_that_fails_is_an_error():
-    ready = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(701))
+def test_a_launch_that_fails_is_an_error(program):
     with pytest.raises(RuntimeError, match="CUDA error 701"):
-        ready([16, 32], 7)
+        program(Driver(701))([16, 32])
 
 
-def test_a_thread_without_a_context_is_given_one():
+def test_a_thread_without_a_context_is_given_one(program):
     driver = Driver(NO_CONTEXT)
-    kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
+    program(driver)([16, 32])
     assert driver.contexts == [42]
     assert len(driver.calls) == 2
-    again = kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
     with pytest.raises(RuntimeError, match="CUDA error 201"):
-        again([16, 32], 7)
+        program(Driver(NO_CONTEXT, NO_CONTEXT))([16, 32])
 
 
 @pytest.mark.parametrize("wrong", [[16], [16, 32, 48]])
-def test_pointers_are_counted(wrong):
+def test_pointers_are_counted(program, wrong):
     with pytest.raises(Exception, match="pack_into expected 2 items"):
-        kernel.CompiledLaunch(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
+        program(Driver())(wrong)
+
+
+def test_memory_that_is_not_of_the_call_is_refused(program, monkeypatch):
+    """A launcher that keeps a tensor, or makes one past the recorder, would launch on its old address."""
+    recorder = Recorder([torch.zeros(8)], recording=True, captured=False)
+    given = GIVEN | {"Q": recorder.tensors[0], "OUT": torch.zeros(8)}
+    recorder.launches.append((compiled(), (1, 1), given))
+    monkeypatch.setattr(launch_program, "driver", Driver)
+    with pytest.raises(RuntimeError, match="neither a tensor of the call nor a workspace"):
+        LaunchProgram(recorder)
 
 
 def test_what_stays_is_made_by_another_thread(monkeypatch):

@@ -208,7 +208,7 @@ class Places:
         at = self.index(like.base)
         key = (at, tuple(like.shape), tuple(like.strides), *(str(x) for x in form.items()))
         if key not in self.made:
-            made = self.made[key] = TensorMap("", like, form, self.driver)
+            made = self.made[key] = TensorMap(like, form, self.driver)
             self.maps[key] = made.move, at
         place: int = self.made[key].at
         return place

@@ -15,8 +15,8 @@ L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 class TensorMap:
     """The TMA map of a tensor. Only the tensor's address changes from call to call."""
 
-    def __init__(self, name: str, like: Any, meta: dict[str, Any], cuda: Any) -> None:
-        self.name, self.replace = name, cuda.move
+    def __init__(self, like: Any, meta: dict[str, Any], cuda: Any) -> None:
+        self.replace = cuda.move
         self.memory = ctypes.create_string_buffer(MAP_BYTES + 64)
         start = ctypes.addressof(self.memory)
         self.at = start + -start % 64

@@ -21,8 +21,9 @@ from ...core import storage
 from ...core.private.triton import INTERPRETED
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import Arguments, Kernel, is_aligned, stride_arguments
+from ..gpu.kernel import Arguments, Kernel, stride_arguments
 from ..gpu.launch_program import LaunchProgram, Recorder, launch_and_record
+from ..gpu.launcher import is_aligned
 from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
 from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 

@@ -21,8 +21,9 @@ import triton.language as tl
 import triton
 
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import Kernel, is_aligned
+from ..gpu.kernel import Kernel
 from ..gpu.launch_program import LaunchProgram, Recorder, launch_and_record
+from ..gpu.launcher import is_aligned
 
 MOST = 8
 ELEMENTS = 1024  # of a block (h200 28)

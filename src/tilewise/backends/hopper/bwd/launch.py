@@ -1,23 +1,18 @@
-"""From a plan and its tensors to the launches of a backward pass. Nothing here reads a value on the device.
-
-The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
-aligned pointers pass their addresses directly to the compiled kernels.
-"""
+"""From a plan and its tensors to the launches of a backward pass. Nothing here reads a value on the device."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ....core.forks import new_lock
 from ....core.plan import ByPlan, Plan
-from ....core.private import torch as private
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
-from ...gpu.kernel import Arguments, CompiledLaunch, Kernel, is_aligned, key_of, stride_arguments
+from ...gpu.kernel import Arguments, Kernel, stride_arguments
+from ...gpu.launch_program import Recorder, Workspaces
+from ...gpu.launcher import PlanLauncher
 from ...gpu.target import Target, target_of
-from ...gpu.tensor_map import TensorMap
 from . import config
 from .nonfinite import fix_up
 from .prepost import clear_rest, list_blocks, preprocess
@@ -27,18 +22,11 @@ LISTING = {"SLOTS": 128, "RUN": 256}  # of `list_blocks`
 FIX_UP_BLOCK = 64
 
 
-class Step(NamedTuple):
-    """A compiled launch that later calls repeat, and the call's names of its pointers and of its tensor maps."""
-
-    launch: CompiledLaunch
-    pointers: list[str]
-    maps: list[tuple[TensorMap, str]]
-
-
-class Launcher:
-    """The launches of a plan: those before and after the main kernels, which subclasses launch in `main`."""
+class Launcher(PlanLauncher):
+    """The launches of a plan: those before and after the main kernels, which subclasses launch."""
 
     def __init__(self, plan: Plan, target: Target, spec: Any, BM: int, D: int, value_columns: int) -> None:
+        super().__init__()
         self.processors = target.processors
         p = self.problem = config.unstrided(plan.problem)
         s = self.spec = spec
@@ -75,36 +63,38 @@ class Launcher:
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
         self.fix_up = Kernel(fix_up, {"BLOCK": min(FIX_UP_BLOCK, 8192 // D)}, num_stages=1)
-        self.ready: dict[Any, list[Step]] = {}
-        self.lock = new_lock(self, "lock")  # all threads share the memory of launch parameters
 
     def __call__(self, t: BackwardTensors) -> None:
         if t.dmask is not None and config.skips_cells(self.problem):
             t.dmask.zero_()
-        given = self.tensors(t)
-        there = {name: x for name, x in given.items() if x is not None}
-        at = {name: x.data_ptr() for name, x in there.items()}
-        key = key_of(t.forward.k, [*there.values()])
-        ready = self.ready.get(key)
-        if ready is not None and is_aligned(list(at.values()), t.dout.device):
-            self.relaunch(ready, at, t.dout.device)
-        else:
-            with torch.cuda.device(t.dout.device):
-                steps = self.compile_and_launch(given)
-            if is_aligned(list(at.values()), t.dout.device) and None not in steps:
-                self.ready[key] = [step for step in steps if step is not None]
-        if t.dsinks is not None:
-            shares = there["SHARES"].view(-1, self.problem.heads, self.q_blocks)
-            torch.sum(shares, (0, 2), out=t.dsinks)
+        if t.dsinks is None:
+            super().__call__(t)
+            return
+        shares = torch.zeros(self.blocks, dtype=torch.float32, device=t.dout.device)
+        super().__call__(t, shares)
+        torch.sum(shares.view(-1, self.problem.heads, self.q_blocks), (0, 2), out=t.dsinks)
 
-    def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
+    def launch(self, r: Recorder, t: BackwardTensors, *more: torch.Tensor) -> None:
+        """Launches a pass through `r`; `more`: the shares of the sinks' gradients, all zero."""
+        p, s, given = self.problem, self.spec, self.tensors(t, r)
+        given["SHARES"] = more[0] if more else None
+        arguments = self.arguments(given)
+        r.launch(self.pre, (self.longest, p.batch * p.heads), arguments | {"D": arguments["D_V"]})
+        self.launch_main(r, given, arguments)
+        if s.guarded:
+            r.launch(self.fix_up, (self.processors, 1), arguments)
+        for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
+            if s.packed:
+                x = given[name]
+                assert x is not None
+                strides = {"x_h": x.stride(1), "x_l": x.stride(2), "total": x.shape[2], "width": x.shape[3]}
+                r.launch(self.clear, (CLEAR_PROGRAMS, heads), arguments | strides | {"CU": given[cu], "X": x})
+
+    def tensors(self, t: BackwardTensors, r: Workspaces) -> dict[str, torch.Tensor | None]:
         """All tensors by their names in kernels; gradients that were not requested are workspaces."""
-        f, device = t.forward, t.dout.device
+        f = t.forward
         room = -(-self.blocks // 4) * 4  # parts are aligned to 16 bytes
-        ints = torch.empty((1 + (self.problem.mask is not None)) * room + 8, dtype=torch.int32, device=device)
-        shares = None
-        if t.dsinks is not None:
-            shares = torch.zeros(self.blocks, dtype=torch.float32, device=device)
+        ints = r.empty((1 + (self.problem.mask is not None)) * room + 8, dtype=torch.int32)
         return {
             "q": f.q,
             "k": f.k,
@@ -120,16 +110,16 @@ class Launcher:
             "CU_K": f.cu_seqlens_k,
             "MASK": f.mask,
             "DMASK": t.dmask,
-            "DQ": torch.empty_like(f.q) if t.dq is None else t.dq,
-            "DK": torch.empty_like(f.k) if t.dk is None else t.dk,
-            "DV": torch.empty_like(f.v) if t.dv is None else t.dv,
+            "DQ": r.empty_like(f.q) if t.dq is None else t.dq,
+            "DK": r.empty_like(f.k) if t.dk is None else t.dk,
+            "DV": r.empty_like(f.v) if t.dv is None else t.dv,
             "LSE2": None,
-            "STATS": torch.empty(self.blocks * self.BM, 32, dtype=f.q.dtype, device=device),
+            "STATS": r.empty(self.blocks * self.BM, 32, dtype=f.q.dtype),
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
             "SEMAPHORES": ints[8 : 8 + room],
             "HUGE": ints[8 + room :] if self.problem.mask is not None else None,
-            "SHARES": shares,
+            "SHARES": None,
         }
 
     def outer_blocks(self, rows: int, total: int, block: int) -> int:
@@ -137,57 +127,19 @@ class Launcher:
         p = self.problem
         return total // block + p.batch if p.packed_q else -(-rows // block)
 
-    def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+    def launch_main(self, r: Recorder, given: dict[str, Any], arguments: Arguments) -> None:
+        """Launches the main kernels."""
         raise NotImplementedError
 
     def spec_for(self, given: dict[str, Any]) -> Any:
         """The spec of a call with these tensors."""
         return self.spec
 
-    def step(
-        self, kernel: Kernel, grid: tuple[int, int], arguments: Arguments, names: dict[str, str] | None = None
-    ) -> Step | None:
-        """Launches through Triton; returns what later calls repeat. `names` maps argument names to the call's."""
-        maps: dict[Any, TensorMap] = {}
-        ready = kernel.compile_and_launch(grid, arguments, maps)
-        if ready is None:
-            return None
-        names = names or {}
-        described = [(x, names.get(x.name, x.name)) for x in maps.values()]
-        return Step(ready, [names.get(x, x) for x in ready.pointers], described)
-
-    def compile_and_launch(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
-        """Launches through Triton."""
-        p, s = self.problem, self.spec
-        arguments = self.arguments(given)
-        rows = (self.longest, p.batch * p.heads)
-        steps = [self.step(self.pre, rows, arguments | {"D": arguments["D_V"]})]
-        steps += self.main(given, arguments)
-        if s.guarded:
-            steps.append(self.step(self.fix_up, (self.processors, 1), arguments))
-        for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
-            if s.packed:
-                x = given[name]
-                assert x is not None
-                strides = {"x_h": x.stride(1), "x_l": x.stride(2), "total": x.shape[2], "width": x.shape[3]}
-                rest = arguments | strides | {"CU": given[cu], "X": x}
-                steps.append(self.step(self.clear, (CLEAR_PROGRAMS, heads), rest, {"CU": cu, "X": name}))
-        return steps
-
-    def list_step(self, given: dict[str, Any], cu: str, table: str, block: int) -> Step | None:
+    def launch_listing(self, r: Recorder, cu: torch.Tensor, table: torch.Tensor, block: int) -> None:
         """Packed: lists outer blocks in `table`."""
-        slots = given[table].shape[0]
-        sizes = {"batch": self.problem.batch, "slots": slots, "BN": block, "CU_K": given[cu], "TABLE": given[table]}
-        return self.step(self.list, (-(-slots // LISTING["SLOTS"]), 1), sizes, {"CU_K": cu, "TABLE": table})
-
-    def relaunch(self, ready: list[Step], at: dict[str, int], device: torch.device) -> None:
-        """Repeats an earlier call's launches, with tensors at these addresses."""
-        stream = private.current_stream(device.index)
-        with self.lock:
-            for launch, pointers, maps in ready:
-                for tensor_map, name in maps:
-                    tensor_map.move(at[name])
-                launch([at[name] for name in pointers], stream)
+        slots = table.shape[0]
+        sizes = {"batch": self.problem.batch, "slots": slots, "BN": block, "CU_K": cu, "TABLE": table}
+        r.launch(self.list, (-(-slots // LISTING["SLOTS"]), 1), sizes)
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
         """The arguments of all kernels: tensors, their strides, and sizes."""

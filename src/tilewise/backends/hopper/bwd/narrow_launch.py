@@ -10,11 +10,12 @@ import torch
 from ....core.plan import Plan
 from ....core.tensors import BackwardTensors
 from ...gpu.kernel import Arguments, Kernel
+from ...gpu.launch_program import Recorder, Workspaces
 from ...gpu.target import Target
 from ..descriptors import descriptor, flat_descriptor, has_tiles, mask_descriptor, row_descriptor
 from . import config
 from .kernel import backward
-from .launch import Launcher, Step
+from .launch import Launcher
 from .mask_sums import mask_sums
 from .prepost import combine_splits, postprocess
 from .spec import BackwardSpec
@@ -41,48 +42,38 @@ class NarrowLauncher(Launcher):
         self.kernel, self.post, self.sums = Kernel(backward), Kernel(postprocess), Kernel(mask_sums)
         self.combine = Kernel(combine_splits, {"ROWS": COMBINE_ROWS})
 
-    def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
-        s, room, device = self.spec, self.blocks * self.BM, t.dout.device
-        given = super().tensors(t) | {
-            "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
-            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.row_lse else None,
-            "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
+    def tensors(self, t: BackwardTensors, r: Workspaces) -> dict[str, torch.Tensor | None]:
+        s, room = self.spec, self.blocks * self.BM
+        given = super().tensors(t, r) | {
+            "ACC": r.empty(room * s.D // 32, 32),
+            "LSE2": r.empty(self.blocks, s.BM) if s.row_lse else None,
+            "TABLE": r.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32) if s.packed else None,
         }
         if s.split:
             batch, kv_heads, rows, _ = t.forward.k.shape
             for name in ("DK_PARTIALS", "DV_PARTIALS"):
-                given[name] = torch.empty(batch, kv_heads * self.splits, rows, s.D, dtype=torch.float32, device=device)
+                given[name] = r.empty(batch, kv_heads * self.splits, rows, s.D)
         return given
 
     def k_blocks(self, k: torch.Tensor) -> int:
         return self.outer_blocks(self.problem.kv_len, k.shape[2], config.BN)
 
-    def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+    def launch_main(self, r: Recorder, given: dict[str, Any], arguments: Arguments) -> None:
         p, s = self.problem, self.spec
-        steps = [self.list_step(given, "CU_K", "TABLE", config.BN)] if s.packed else []
+        if s.packed:
+            self.launch_listing(r, given["CU_K"], given["TABLE"], config.BN)
         own = arguments | self.descriptors(given) | self.partials(given)
         programs = arguments["blocks"] * self.planes
-        if s.persistent:
-            programs = min(programs, self.processors)
-        steps.append(self.step(self.kernel, (programs, 1), own, self.names()))
+        r.launch(self.kernel, (min(programs, self.processors) if s.persistent else programs, 1), own)
         if not s.converts:
-            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments, self.names()))
+            r.launch(self.post, (self.longest, p.batch * p.heads), arguments)
         if s.split:
             batch, kv_heads, rows, _ = given["DK"].shape
-            sizes = arguments | {"rows": rows, "kv_heads": kv_heads}
-            steps.append(self.step(self.combine, (-(-rows // COMBINE_ROWS), batch * kv_heads), sizes))
+            sizes = {"rows": rows, "kv_heads": kv_heads}
+            r.launch(self.combine, (-(-rows // COMBINE_ROWS), batch * kv_heads), arguments | sizes)
         if config.sums_mask(p):
             tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
-            steps.append(self.step(self.sums, (tiles, 1), own, self.names()))
-        return steps
-
-    def names(self) -> dict[str, str]:
-        """From the kernel's argument names to the call's tensor names."""
-        found = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
-        found |= {"piece": "ACC", "dq16": "DQ", "mask": "MASK", "dmask": "DMASK"}
-        if self.spec.split:
-            found |= {"DK": "DK_PARTIALS", "DV": "DV_PARTIALS"}
-        return found
+            r.launch(self.sums, (tiles, 1), own)
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
         return super().arguments(given) | {"blocks": self.k_blocks(given["k"])} | self.mask_arguments(given)

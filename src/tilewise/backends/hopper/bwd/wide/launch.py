@@ -9,20 +9,20 @@ import torch
 from .....core.plan import Plan
 from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
+from ....gpu.launch_program import Recorder, Workspaces
 from ....gpu.target import Target
 from ...descriptors import descriptor, flat_descriptor, row_descriptor
 from ..config import unstrided
-from ..launch import Launcher, Step
+from ..launch import Launcher
 from ..prepost import preprocess
 from . import config
 from .kernel import wide_backward
 from .spec import WideSpec
 
 # From argument names of the launches to the call's tensor names.
-BESIDE = {"stats": "STATS", "lse": "LSE2"}
 OF_QUERIES = {"x": "q", "y": "DOUT", "u": "k", "w": "v", "dx": "DQ", "TABLE": "Q_TABLE"}
-OF_KEYS = {"x": "k", "y": "v", "u": "q", "w": "DOUT", "dx": "DK", "dy": "DV", "TABLE": "K_TABLE"} | BESIDE
-OF_VALUES = {"x": "k", "u": "q", "w": "DOUT", "dx": "DV", "TABLE": "K_TABLE"} | BESIDE
+OF_KEYS = {"x": "k", "y": "v", "u": "q", "w": "DOUT", "dx": "DK", "dy": "DV", "TABLE": "K_TABLE"}
+OF_VALUES = {"x": "k", "u": "q", "w": "DOUT", "dx": "DV", "TABLE": "K_TABLE"}
 
 
 def names_of(s: WideSpec) -> dict[str, str]:
@@ -41,39 +41,34 @@ class WideLauncher(Launcher):
         self.pre = Kernel(preprocess, num_warps=4 * s.chunks)
         self.kernel = Kernel(wide_backward)
 
-    def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
-        found = super().tensors(t)
+    def tensors(self, t: BackwardTensors, r: Workspaces) -> dict[str, torch.Tensor | None]:
+        found = super().tensors(t, r)
         if self.spec.softcap:
-            found["LSE2"] = torch.empty(self.blocks, self.BM, dtype=torch.float32, device=t.dout.device)
+            found["LSE2"] = r.empty(self.blocks, self.BM)
         for s in self.specs:
-            blocks = self.programs(t.forward.q, t.forward.k, s)[0]
-            table = torch.empty(blocks, 2, dtype=torch.int32, device=t.dout.device) if s.packed else None
-            found["Q_TABLE" if s.of_queries else "K_TABLE"] = table
+            blocks = self.grid_sizes(t.forward.q, t.forward.k, s)[0]
+            table = "Q_TABLE" if s.of_queries else "K_TABLE"
+            if s.only != "v":  # else it is there
+                found[table] = r.empty(blocks, 2, dtype=torch.int32) if s.packed else None
         return found
 
-    def programs(self, q: torch.Tensor, k: torch.Tensor, s: WideSpec) -> tuple[int, int]:
+    def grid_sizes(self, q: torch.Tensor, k: torch.Tensor, s: WideSpec) -> tuple[int, int]:
         """Outer blocks of a plane, and planes."""
         p = self.problem
         rows, x, heads = (p.q_len, q, p.heads) if s.of_queries else (p.kv_len, k, p.kv_heads)
         return self.outer_blocks(rows, x.shape[2], s.BO), heads * (1 if p.packed_q else p.batch)
 
-    def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
-        steps = []
+    def launch_main(self, r: Recorder, given: dict[str, Any], arguments: Arguments) -> None:
         for s in self.specs:
-            names = names_of(s)
             if s.packed and s.only != "v":
-                cu = "CU_Q" if s.of_queries else "CU_K"
-                steps.append(self.list_step(given, cu, names["TABLE"], s.BO))
-            all_names = names | {x + "1": names[x] for x in ("x", "u", "dx")}
-            all_names |= {"DX": names["dx"], "DY": names.get("dy", "")}
+                self.launch_listing(r, given["CU_Q" if s.of_queries else "CU_K"], given[names_of(s)["TABLE"]], s.BO)
             own = self.own(given, s)
-            steps.append(self.step(self.kernel, (own["blocks"] * own["planes"], 1), arguments | own, all_names))
-        return steps
+            r.launch(self.kernel, (own["blocks"] * own["planes"], 1), arguments | own)
 
     def own(self, given: dict[str, Any], s: WideSpec) -> Arguments:
         """The arguments of one launch."""
         names = names_of(s)
-        blocks, planes = self.programs(given["q"], given["k"], s)
+        blocks, planes = self.grid_sizes(given["q"], given["k"], s)
         alone = s.of_queries or s.only != ""
         dx, dy = given[names["dx"]], None if alone else given[names["dy"]]
 
