@@ -12,7 +12,6 @@ import torch
 
 from launch_recorder import COUNTERS, GPU, LaunchRecorder, Named, Place, differences
 from launch_recorder import Launch as Recorded
-from tilewise.backends import triton
 from tilewise.backends.gpu.target import nvidia, planning_for
 from tilewise.backends.triton.kv_write import Append
 from tilewise.backends.triton.merge import merge_into
@@ -38,7 +37,6 @@ class Repeated:
     bindable: Callable[[], tuple[Launch, Callable[[], Launch]]] | None = None
     fixed: tuple[str, ...] = ()  # tensors that belong to the launcher
     dims: int = 4  # leading dims that may have other strides
-    by_address: bool = True  # whether the launcher repeats it by address
 
 
 def names_of(t: Tensors) -> Named:
@@ -79,10 +77,9 @@ def forward(case: Case, backend: Any) -> Repeated | str:
 
         return launcher(own), bind
 
-    by_address = t.tile_map is None or backend is triton  # Hopper's tile maps go through Triton every time
     bound = bindable if t.tile_map is None else None
     # Launchers are found by a plan's identity.
-    return Repeated(names_of(t), lambda: launcher(replace(plan)), bound, by_address=by_address)
+    return Repeated(names_of(t), lambda: launcher(replace(plan)), bound)
 
 
 def backward(case: Case, backend: Any) -> Repeated | str:
@@ -235,7 +232,7 @@ def shifted(call: Repeated, name: str) -> Named:
 
 def is_repeated(call: Repeated) -> bool:
     """Whether the call is repeated by address."""
-    return call.by_address and not any(x.data_ptr() % 16 for x in call.tensors.values())
+    return not any(x.data_ptr() % 16 for x in call.tensors.values())
 
 
 def counters_of(launches: list[Recorded]) -> set[int]:
@@ -294,10 +291,9 @@ def repeats(recorder: LaunchRecorder, call: Repeated) -> dict[str, list[str]]:
     with recorder.capture():
         captured = [found.again(f"captured {n}", launch, moved(call)) for n in (1, 2)]
     last = found.again("after captures", launch, call.tensors)
-    if call.by_address:
-        sets = [counters_of(launches) for launches in (again, *captured)]
-        found.add("counters", ["captured calls share them"] * (sum(map(len, sets)) != len(set().union(*sets))))
-        found.add("counters of a stream", ["they are others"] * (sets[0] != counters_of(last)))
+    sets = [counters_of(launches) for launches in (again, *captured)]
+    found.add("counters", ["captured calls share them"] * (sum(map(len, sets)) != len(set().union(*sets))))
+    found.add("counters of a stream", ["they are others"] * (sets[0] != counters_of(last)))
     if call.bindable is not None:
         launch, bind = call.bindable()
         early = bind()

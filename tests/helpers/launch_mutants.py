@@ -14,6 +14,7 @@ import torch
 from launch_calls import changes, misaligned, repeats
 from launch_recorder import STREAM
 from tilewise.backends.gpu import kernel, launcher, semaphores, tensor_map
+from tilewise.backends.gpu.block_sparsity_launch import Lister
 from tilewise.backends.gpu.launch_program import LaunchProgram, Origin, Places, Recorder
 from tilewise.backends.triton import kv_write, merge
 from tilewise.backends.triton.bwd import dense_mask
@@ -189,13 +190,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map", "hopper, tile map")
 def _(patch: pytest.MonkeyPatch) -> None:
-    kept: list[int] = []
-
-    def wrong(replay: Any, self: Any, addresses: list[int]) -> None:
-        kept.append(addresses[-1])
-        replay(self, [*addresses[:-1], kept[0]])
-
-    around(patch, LaunchProgram, "__call__", wrong)
+    kept: dict[Any, torch.Tensor] = {}
+    around(patch, Lister, "states", lambda states, self, tile_map: kept.setdefault(self, states(self, tile_map)))
 
 
 @mutant("captured calls have the stream's counters", "hopper, causal", "hopper, latent")

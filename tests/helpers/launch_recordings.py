@@ -18,7 +18,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ def main() -> int:
             found = recordings(recorder, call)
             digests[name] = {way: hashlib.sha256(text(x).encode()).hexdigest()[:16] for way, x in found.items()}
             launches += sum(map(len, found.values()))
-            if is_repeated(replace(call, by_address=True)):
+            if is_repeated(call):
                 through_triton += any(not x.by_address for x in found["again"])
             if args.show:
                 print(*(f"{way}\n{text(x)}" for way, x in found.items()), sep="\n\n")

@@ -161,8 +161,8 @@ class LaunchProgram:
         if self.workspace_bytes:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)  # until all are queued
             addresses.append(workspace.data_ptr())
-        if self.derived:
-            addresses += [addresses[source] + offset for source, offset in self.derived]
+        for source, offset in self.derived:
+            addresses.append(addresses[source] + offset)
         with self.lock:
             self.pack(self.memory, 0, *addresses)
             for move, at in self.maps:
@@ -172,12 +172,15 @@ class LaunchProgram:
                 for kernel in self.kernels:
                     kernel.config.stream = stream
             for arguments in self.launches:
-                error = self.launch(*arguments)
-                if error == NO_CONTEXT:  # the first launch of a new thread
-                    self.driver.set_context(self.context)
-                    error = self.launch(*arguments)
-                if error:
-                    check(error, "launched")
+                if error := self.launch(*arguments):
+                    self.launch_in_context(error, arguments)
+
+    def launch_in_context(self, error: int, arguments: Any) -> None:
+        """Launches a kernel again if that was the first launch of a new thread, which has no context."""
+        if error == NO_CONTEXT:
+            self.driver.set_context(self.context)
+            error = self.launch(*arguments)
+        check(error, "launched")
 
 
 class Places:

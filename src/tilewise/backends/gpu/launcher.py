@@ -59,7 +59,7 @@ class PlanLauncher:
             self.present = attrgetter(*self.names)  # last, for other threads
         given, key = self.present(t), None
         if not INTERPRETED:
-            addresses = [x.data_ptr() for x in given]
+            addresses = [*map(torch.Tensor.data_ptr, given)]
             if is_aligned(addresses, given[Q].device):
                 key = key_of(given[K], given)
                 for x in more:
