@@ -58,7 +58,7 @@ def other(made: Work) -> Callable[[], Any]:
     plan, tensors = made
     heuristic = config.persistent
     config.persistent = lambda p: not heuristic(p)
-    launcher = NarrowLauncher(plan, H200)
+    launcher = NarrowLauncher(plan.problem, H200)
     config.persistent = heuristic
     return lambda: launcher(tensors)
 

@@ -76,7 +76,7 @@ def launcher_of(made: Any, how: str = "hopper") -> NarrowLauncher:
     chosen = config.spec_of
     change = HOWS.get(how, HOWS["hopper"])
     config.spec_of = lambda p, target: replace(chosen(p, target), **change(chosen(p, target)))
-    launcher = NarrowLauncher(planner.choose(made.problem, "hopper"), nvidia(90), PLANES.get(how, 0))
+    launcher = NarrowLauncher(planner.choose(made.problem, "hopper").problem, nvidia(90), PLANES.get(how, 0))
     config.spec_of = chosen
     return launcher
 

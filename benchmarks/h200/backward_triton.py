@@ -31,7 +31,6 @@ from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.backends.triton.bwd.launch import Backward
 from tilewise.backends.triton.bwd.spec import Tile
 from tilewise.core.options import Options
-from tilewise.core.plan import Plan
 from tilewise.testing.case import Inputs
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradients import check_gradients
@@ -175,7 +174,7 @@ def pass_of(made: Any, side: str = "", tile: tuple[int, ...] = ()) -> Backward:
     c = bwd_config.config(p, target_of(CUDA))
     if tile:
         c = replace(c, **{side: Tile(*tile[:4])}, apart=p.head_dim > 256 or len(tile) > 4)
-    return Backward(Plan(p, "triton", "", (64, 64)), c, target_of(CUDA))
+    return Backward(p, c, target_of(CUDA))
 
 
 def whole_pass(made: Any) -> Callable[[], None]:

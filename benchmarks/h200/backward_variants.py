@@ -117,7 +117,7 @@ def made_of(name: str, D: int) -> tuple[Any, float]:
 def compile_one(name: str, D: int, form: str) -> None:
     use(form)
     (plan, tensors), _ = made_of(name, D)
-    NarrowLauncher(plan, H200)(tensors)
+    NarrowLauncher(plan.problem, H200)(tensors)
     torch.cuda.synchronize()
 
 
@@ -137,7 +137,7 @@ def gradients(made: Any, form: str) -> dict[str, torch.Tensor]:
     for x in tensors.gradients().values():
         x.fill_(float("nan"))
     use(form)
-    NarrowLauncher(plan, H200)(tensors)
+    NarrowLauncher(plan.problem, H200)(tensors)
     return {name: x.clone() for name, x in tensors.gradients().items()}
 
 
@@ -169,7 +169,7 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
             if form != "plain":
                 row["apart"][form] = apart(gradients(made, form), want)
             use(form)
-            launcher = NarrowLauncher(made[0], H200)
+            launcher = NarrowLauncher(made[0].problem, H200)
             runs[form] = lambda launcher=launcher: launcher(made[1])
             runs[form]()
             torch.cuda.synchronize()

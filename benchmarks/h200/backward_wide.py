@@ -57,7 +57,7 @@ CHECKS = [
 
 
 def launcher_of(made: Work, changes: Any = (), planes: int = 0) -> WideLauncher:
-    launcher = WideLauncher(made[0], nvidia(90), planes)
+    launcher = WideLauncher(made[0].problem, nvidia(90), planes)
     if changes:
         launcher.specs = tuple(replace(s, **changed) for s, changed in zip(launcher.specs, changes, strict=True))
     return launcher

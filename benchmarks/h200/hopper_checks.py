@@ -20,7 +20,6 @@ import torch
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper.fwd import config
 from tilewise.core.options import Options
-from tilewise.core.plan import Plan
 from tilewise.validation import calls
 
 BF16 = torch.bfloat16
@@ -36,7 +35,7 @@ def launcher_of(call: Any) -> Way:
     from tilewise.backends.hopper.fwd.launch import Launcher
 
     c = config.config_of(call.problem)
-    bound = Launcher(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
+    bound = Launcher(call.problem, c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         bound(call.tensors)

@@ -53,7 +53,7 @@ def warm(given: tuple[bool, Any]) -> str:
     whole, form = given
     try:
         call = Case(*form).checked() if isinstance(form, tuple) else make(form, "cuda").checked(return_lse=True)
-        made = launcher_of(planner.choose(call.problem, "hopper"))
+        made = launcher_of(planner.choose(call.problem, "hopper").problem)
         arguments = made.arguments(call.tensors, Workspaces(call.out.device))
         for kernel in [made.decode] * whole + [made.combining]:
             compile_alone(kernel, arguments)

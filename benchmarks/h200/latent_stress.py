@@ -129,7 +129,7 @@ def bound(name: str, variant: str, call: calls.Call) -> Any:
     own.write_text(NAPS)
     os.replace(own, folder / "naps.py")
     launch = launcher_of(f"stress {variant}", of)
-    made = launch.Launcher(planner.choose(call.problem, "hopper"), target_of(call.problem.device))
+    made = launch.Launcher(planner.choose(call.problem, "hopper").problem, target_of(call.problem.device))
     made.spec = replace(made.spec, **of.ways)
     return made
 

@@ -63,7 +63,9 @@ def ways_of(name: str) -> dict[str, Variant]:
 
 
 def launcher(name: str, variant: Variant, call: calls.Call) -> Any:
-    made = variant_of(name, variant).Launcher(planner.choose(call.problem, "hopper"), target_of(call.problem.device))
+    made = variant_of(name, variant).Launcher(
+        planner.choose(call.problem, "hopper").problem, target_of(call.problem.device)
+    )
     made.spec = replace(made.spec, **variant.ways)
     return made
 
@@ -191,7 +193,7 @@ def warm(given: Any) -> str:
         )
         if not served(call.problem):
             return f"{given}: not served"
-        made = launcher_of(planner.choose(call.problem, "hopper"))
+        made = launcher_of(planner.choose(call.problem, "hopper").problem)
         arguments = made.arguments(call.tensors, Workspaces(call.out.device))
         for kernel in [made.decode] + [made.combining] * made.config.cut:
             all_given = arguments | kernel.constants

@@ -29,7 +29,6 @@ from tilewise.backends.triton.flipped_products import pack_of
 from tilewise.backends.triton.launch import Launcher
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
-from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.testing.check import check_call
 from tilewise.validation import calls
@@ -126,13 +125,13 @@ def launcher(call: calls.Call, tile: Tile) -> Launcher:
     p, target = call.problem, target_of(call.problem.device)
     BM, BK, warps, stages = tile
     if tile == chosen(p):
-        return Launcher(Plan(p, "triton", "", (BM, BK)), config.config_of(p, target), target)
+        return Launcher(p, config.config_of(p, target), target)
     pack = pack_of(p.group, BM) if config.is_decode(p) else 1
     fitted = config.fitted
     config.fitted = lambda problem, c, target: c
     try:
         c = config.config_of(p, target, replace(Config(BM, BK, warps, stages), pack=pack))
-        return Launcher(Plan(p, "triton", "", (BM // pack, BK)), c, target)
+        return Launcher(p, c, target)
     finally:
         config.fitted = fitted
 

@@ -9,7 +9,6 @@ from timing import Way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.backends.triton.spec import Config
-from tilewise.core.plan import Plan
 from tilewise.validation import calls
 
 
@@ -18,7 +17,7 @@ def bound_way(c: Config, call: calls.Call) -> Way:
     from tilewise.backends.gpu.target import target_of
     from tilewise.backends.triton.launch import Launcher
 
-    bound = Launcher(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, target_of(call.problem.device))
+    bound = Launcher(call.problem, c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         bound(call.tensors)

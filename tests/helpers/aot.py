@@ -25,7 +25,6 @@ from tilewise.backends.triton.bwd.dense_mask import masked_problem
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Launcher
-from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.core.storage import StorageFormat
 from tilewise.core.tensors import BackwardTensors, Tensors
@@ -180,7 +179,7 @@ def memory_of(bound: Launcher, ints: torch.Tensor, floats: torch.Tensor, inside:
 def forward_kernels(problem: Problem, target: Target, config: Any = None) -> Iterator[tuple[Kernel, dict[str, Any]]]:
     """The kernels of a call with their arguments: attention, its fix-up, then those of splits, order and a mask."""
     c = config or config_of(problem, target)
-    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, target)
+    bound = Launcher(problem, c, target)
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
@@ -250,7 +249,7 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
 def kernels_for(p: Problem, target: Target, config: Any = None) -> Iterator[tuple[Kernel, dict[str, Any]]]:
     """The kernels of a backward pass on a device, each followed by its fix-up, with their arguments."""
     config = config or bwd_config.config(masked_problem(p), target)
-    backward = Backward(Plan(p, "triton", "", (64, 64)), config, target)
+    backward = Backward(p, config, target)
     t = backward.with_mask(backward_tensors_of(p))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))

@@ -21,7 +21,6 @@ from tilewise.backends.gpu.varlen_order import rank_sequences
 from tilewise.backends.hopper.fwd import config
 from tilewise.backends.hopper.fwd.kernel import fwd_kernel
 from tilewise.backends.hopper.fwd.launch import ORDER_RUN, Launcher
-from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 
 
@@ -80,7 +79,7 @@ def dead_barriers(ttgir: str) -> list[str]:
 def kernels_of(problem: Problem, ptxas: str = "") -> dict[str, Built]:
     """Every kernel of a problem: prefill, and where it needs them fix-up and order."""
     c = config.config_of(problem)
-    bound = Launcher(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90))
+    bound = Launcher(problem, c, nvidia(90))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)

@@ -17,7 +17,6 @@ from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.prepost import MOST_LSE
-from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors
 
 LOWEST = -6e4
@@ -52,7 +51,7 @@ class Backward:
 
     def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
         self.problem, self.t, self.changes = problem, t, changes
-        self.launcher = self.launcher_of(Plan(problem, "hopper", "", (1, 1)))
+        self.launcher = self.launcher_of(problem)
         self.starts = [0] * problem.batch
         self.lengths = [problem.q_len] * problem.batch
         if problem.packed_q:
@@ -64,10 +63,10 @@ class Backward:
         if "ACC" in self.given:
             self.given["ACC"].fill_(float("nan"))
 
-    def launcher_of(self, plan: Plan) -> Any:
+    def launcher_of(self, problem: Any) -> Any:
         from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 
-        return NarrowLauncher(plan, nvidia(90))
+        return NarrowLauncher(problem, nvidia(90))
 
     def entries(self) -> Any:
         """Batch row, head, first row, rows in it, and place of each query block."""
@@ -151,10 +150,10 @@ class Backward:
 class Wide(Backward):
     """The same of wide heads: two launches."""
 
-    def launcher_of(self, plan: Plan) -> Any:
+    def launcher_of(self, problem: Any) -> Any:
         from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
 
-        return WideLauncher(plan, nvidia(90))
+        return WideLauncher(problem, nvidia(90))
 
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()

@@ -15,7 +15,6 @@ from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd.config import config_of
 from tilewise.backends.hopper.fwd.launch import FLAGS_AT, Launcher
 from tilewise.core.mask_rules import RULE_NUMBERS
-from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.validation.calls import Call
 
@@ -74,7 +73,7 @@ class Launch:
         self.call, self.t = call, call.tensors
         p = self.problem = call.problem
         c = config or config_of(p)
-        self.bound = Launcher(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
+        self.bound = Launcher(p, c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
         self.flagged = 0  # tiles of rows that are computed again
 

@@ -62,13 +62,16 @@ def forward(case: Case, backend: Any) -> Repeated | str:
     with planning_for(nvidia(90)):
         if (refused := backend.supports(p)) is not None:
             return str(refused)
-        plan = backend.plan(p)
+
+    def planned(plan: Any = backend.plan) -> Any:
+        with planning_for(nvidia(90)):
+            return plan(p)
 
     def launcher(own: Any) -> Launch:
         return within(lambda named: backend.run(own, tensors_of(t, named)))
 
     def bindable() -> tuple[Launch, Callable[[], Launch]]:
-        own = replace(plan)
+        own = planned()
 
         def bind() -> Launch:
             with planning_for(nvidia(90)):
@@ -78,8 +81,7 @@ def forward(case: Case, backend: Any) -> Repeated | str:
         return launcher(own), bind
 
     bound = bindable if t.tile_map is None else None
-    # Launchers are found by a plan's identity.
-    return Repeated(names_of(t), lambda: launcher(replace(plan)), bound)
+    return Repeated(names_of(t), lambda: launcher(planned()), bound)
 
 
 def backward(case: Case, backend: Any) -> Repeated | str:
@@ -98,10 +100,10 @@ def backward(case: Case, backend: Any) -> Repeated | str:
     with planning_for(nvidia(90)):
         if (refused := backend.supports_backward(p)) is not None:
             return str(refused)
-        plan = backend.plan_backward(p)
 
     def new() -> Launch:
-        own = replace(plan)
+        with planning_for(nvidia(90)):
+            own = backend.plan_backward(p)
 
         def launch(named: Named) -> None:
             gradients: Any = {name: named.get(name) for name in GRADIENTS}

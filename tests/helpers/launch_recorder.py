@@ -26,21 +26,12 @@ from triton.runtime import jit
 
 from tilewise.backends.gpu import kernel, launch_program, semaphores
 from tilewise.backends.gpu.driver import CELLS, EARLY, CULaunchAttribute, CULaunchConfig
-from tilewise.backends.hopper.bwd import launch as hopper_backward
-from tilewise.backends.hopper.fwd import launch as hopper_prefill
-from tilewise.backends.hopper.mla import launch as hopper_latent
-from tilewise.backends.triton import launch as triton_launch
 from tilewise.backends.triton import merge
-from tilewise.backends.triton.bwd import launch as triton_backward
 from tilewise.core.private import torch as private
 
 STREAM = 7
 OWN, OTHER = None, 5  # the current device: that of CPU tensors, which have no index, or another one
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-BY_PLAN = (
-    triton_launch.launcher_of, triton_backward.backward_of, hopper_prefill.launcher_of, hopper_latent.launcher_of,
-    hopper_backward.launcher_of,
-)  # fmt: skip
 # Element types of tensor maps: as Triton's compiler numbers them, and as the driver does.
 ELEMENTS = {torch.float16: (6, 6), torch.float32: (7, 7), torch.bfloat16: (10, 9)}
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
@@ -183,9 +174,7 @@ class LaunchRecorder:
         self.maps: dict[int, tuple[int, tuple[Any, ...]]] = {}
 
     def forget(self) -> None:
-        """Before another plan's calls: launchers and their memory are gone."""
-        for by_plan in BY_PLAN:
-            by_plan.kept.clear()
+        """Before another plan's calls: their memory is gone."""
         self.counters.clear()
         self.maps.clear()
 
@@ -396,8 +385,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     monkeypatch.setattr(semaphores, "_kept", [])
     monkeypatch.setattr(semaphores, "Thread", NoThread)
     monkeypatch.setattr(merge, "_programs", {})
-    for by_plan in BY_PLAN:
-        monkeypatch.setattr(by_plan, "kept", {})
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.device)

@@ -16,7 +16,6 @@ from hopper_sim import flat
 from tilewise.backends.gpu.kernel import stride_arguments
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.mla.launch import Launcher
-from tilewise.core.plan import Plan
 from tilewise.validation.calls import Call
 
 FILES = (
@@ -121,7 +120,7 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
 def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: Any) -> None:
     """Writes `out` and `lse` of a call; `ways` are fields of the kernel's `Spec`."""
     p, t = call.problem, call.tensors
-    bound = Launcher(Plan(p, "hopper", "", (64, 128)), nvidia(90, processors))
+    bound = Launcher(p, nvidia(90, processors))
     c, s = bound.config, replace(bound.spec, prefetch=False, **ways)  # a prefetch changes no result
     rows, stored = t.q.transpose(1, 2).numpy(), t.k[:, 0]
     cache = stored.numpy()

@@ -10,7 +10,6 @@ from .problem import Problem
 from .tile_map import TileCounts, TileMap
 
 Made = TypeVar("Made")
-MOST_KEPT = 4096
 
 
 class OtherDevice(str):
@@ -30,6 +29,19 @@ class Unproven(NamedTuple):
 
     what: str  # "compiled with Triton 3.7, not yet run on a GPU"
     taken: bool  # on trust, with a note in the plan; if not, only where it is named or proven
+
+
+class Deferred(Generic[Made]):
+    """What `make(problem)` returns, for `Plan.detail`: made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Problem], Made], problem: Problem) -> None:
+        self.make, self.problem = make, problem
+        self.made: Made | None = None
+
+    def __call__(self) -> Made:
+        if self.made is None:
+            self.made = self.make(self.problem)
+        return self.made
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +167,3 @@ def _size(count: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
-
-
-class ByPlan(Generic[Made]):
-    """Results of `make(plan)`, computed once and cached by the plan's identity, since the planner caches plans."""
-
-    def __init__(self, make: Callable[[Plan], Made]) -> None:
-        self.make = make
-        self.kept: dict[int, tuple[Plan, Made]] = {}
-
-    def __call__(self, plan: Plan) -> Made:
-        found = self.kept.get(id(plan))
-        if found is None or found[0] is not plan:  # ids are reused once a plan is gone
-            if len(self.kept) >= MOST_KEPT:
-                self.kept.clear()
-            found = self.kept[id(plan)] = (plan, self.make(plan))
-        return found[1]

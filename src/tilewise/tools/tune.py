@@ -129,7 +129,7 @@ def time_on_gpu(call: Call, launches: Sequence[Config]) -> list[float | None]:
     runs: list[Launcher | None] = []
     for c in launches:
         plan = Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK))
-        bound: Launcher | None = Launcher(plan, c, target_of(call.problem.device))
+        bound: Launcher | None = Launcher(plan.problem, c, target_of(call.problem.device))
         try:
             assert bound is not None
             bound(call.tensors)

@@ -289,7 +289,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     s = config.spec(p, c)
     elements = s.BM * 64 * s.q_stages + c.BN * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
     assert 2 * (2 * elements + 2048) <= SHARED
-    bound = launch.Launcher(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))
+    bound = launch.Launcher(p, c, nvidia(90))
     assert bound.programs == 2 * 132
     registers, threads = bound.attention.options["maxnreg"], 128 * (s.consumers + 1)
     assert 2 * registers * threads <= 65536 < 2 * (registers + 8) * threads

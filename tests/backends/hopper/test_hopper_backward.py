@@ -21,7 +21,6 @@ from tilewise.backends.hopper.bwd.narrow_launch import COMBINE_ROWS, NarrowLaunc
 from tilewise.backends.hopper.bwd.nonfinite import fix_up as fix_up_kernel
 from tilewise.backends.hopper.bwd.prepost import clear_rest, combine_splits, list_blocks, postprocess, preprocess
 from tilewise.core.mask_rules import MaskRules, query_span
-from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.core.storage import stored_as
 from tilewise.core.tensors import BackwardTensors, Tensors
@@ -68,7 +67,7 @@ def tensors_of(p):
 
 def given(p):
     """A call's launches and their arguments."""
-    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), H200)
+    launcher = NarrowLauncher(p, H200)
     tensors = launcher.tensors(tensors_of(p), Workspaces(torch.device("meta")))
     return launcher, launcher.arguments(tensors) | launcher.descriptors(tensors) | launcher.partials(tensors)
 
@@ -242,7 +241,7 @@ def test_grids_and_heuristics_are_those_of_the_gpu(processors):
     recorder = Workspaces(torch.device("meta"))
     recorder.launch = lambda kernel, grid, given: grids.update({kernel.function.__name__: grid})
     p = problem(causal=True, B=8, L=1024)
-    launcher = NarrowLauncher(Plan(p, "hopper", "", (1, 1)), target)
+    launcher = NarrowLauncher(p, target)
     launcher.launch(recorder, tensors_of(p))
     assert launcher.spec.persistent
     assert grids["backward"] == grids["fix_up"] == (processors, 1)

@@ -20,7 +20,6 @@ from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.mask_sums import mask_sums
 from tilewise.backends.hopper.bwd.narrow_launch import NarrowLauncher
 from tilewise.backends.hopper.descriptors import has_tiles, mask_descriptor
-from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec
 from tilewise.dispatch import planner
 from tilewise.testing.case import Case
@@ -188,7 +187,7 @@ def test_which_kernels_are_launched(dims, kind):
     call = make_gradients(case).call
     recorder = Workspaces(call.tensors.dout.device)
     recorder.launch = launch
-    NarrowLauncher(Plan(call.problem, "hopper", "", (1, 1)), H200).launch(recorder, call.tensors)
+    NarrowLauncher(call.problem, H200).launch(recorder, call.tensors)
     names = [name for name, *_ in launched]
     shared = dims != "bhqk"
     assert names == ["preprocess", "backward", "postprocess", *["mask_sums"] * shared, "fix_up"]

@@ -24,14 +24,13 @@ def fixed_up(case):
     from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.nonfinite import fix_up
-    from tilewise.core.plan import Plan
     from tilewise.testing.gradients import judge_gradients, make_gradients
 
     made = make_gradients(case, grads=("q", "k", "v", "mask") if case.mask == "bhqk" else ("q", "k", "v"))
     t = made.call.tensors
     for x in t.gradients().values():
         x.fill_(float("nan"))
-    launcher = launcher_of(Plan(made.call.problem, "hopper", "", (1, 1)))
+    launcher = launcher_of(made.call.problem)
     given = launcher.tensors(t, Workspaces(t.dout.device))
     given["FLAG"].fill_(0)
     arguments = launcher.arguments(given) | launcher.fix_up.constants
@@ -54,13 +53,12 @@ def statistics(case, huge):
     from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
-    from tilewise.core.plan import Plan
     from tilewise.testing.check import judge, largest_error
     from tilewise.testing.gradients import make_gradients
 
     call = make_gradients(case).call
     p, t = call.problem, call.tensors
-    launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
+    launcher = launcher_of(p)
     given = launcher.tensors(t, Workspaces(t.dout.device))
     given["SHARES"] = None if t.dsinks is None else torch.zeros(launcher.blocks)
     given["LSE2"].fill_(float("nan"))
@@ -100,14 +98,13 @@ def unseen(case):
     from tilewise.backends.hopper.bwd import config
     from tilewise.backends.hopper.bwd.launch import launcher_of
     from tilewise.backends.hopper.bwd.prepost import preprocess
-    from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
 
     config.converts = config.persistent = lambda problem: True
     config.splits_of = lambda problem, target: 1
     call = make_gradients(case, grads=("q", "k", "v")).call
     p, t = call.problem, call.tensors
-    launcher = launcher_of(Plan(p, "hopper", "", (1, 1)))
+    launcher = launcher_of(p)
     assert launcher.spec.converts
     given = launcher.tensors(t, Workspaces(t.dout.device))
     given["DQ"].fill_(float("nan"))
@@ -146,12 +143,11 @@ def combined(case, splits):
     from tilewise.backends.gpu.launch_program import Workspaces
     from tilewise.backends.hopper.bwd import config
     from tilewise.backends.hopper.bwd.launch import launcher_of
-    from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
 
     config.splits_of = lambda problem, target: splits
     call = make_gradients(case).call
-    launcher = launcher_of(Plan(call.problem, "hopper", "", (1, 1)))
+    launcher = launcher_of(call.problem)
     given = launcher.tensors(call.tensors, Workspaces(call.tensors.dout.device))
     steps = []
     recorder = SimpleNamespace(launch=lambda *launch: steps.append(launch))

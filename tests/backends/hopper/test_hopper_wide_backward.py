@@ -22,7 +22,6 @@ from tilewise.backends.hopper.bwd.prepost import preprocess
 from tilewise.backends.hopper.bwd.wide import config
 from tilewise.backends.hopper.bwd.wide.kernel import wide_backward
 from tilewise.backends.hopper.bwd.wide.launch import WideLauncher
-from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors, Tensors
 from uniform_registers import stale
 
@@ -47,7 +46,7 @@ def given(p):
         f.cu_seqlens_q = f.cu_seqlens_k = ints(p.batch + 1)
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
-    launcher = WideLauncher(Plan(p, "hopper", "", (1, 1)), H200)
+    launcher = WideLauncher(p, H200)
     t = BackwardTensors(f, torch.empty_like(f.out), None, q, k, v)
     return launcher, launcher.tensors(t, Workspaces(t.dout.device))
 

@@ -25,7 +25,6 @@ from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.kernel import latent_decode
 from tilewise.backends.hopper.mla.launch import Launcher
 from tilewise.core.options import Options
-from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN, stored_as
 from tilewise.dispatch import planner
@@ -47,7 +46,7 @@ def problem(heads=128, q_len=1, page=64, paged=True, dtype=BF16, lse=True, lengt
 
 
 def launcher(p, **ways):
-    made = Launcher(Plan(p, "hopper", "", (64, 128)), nvidia(90))
+    made = Launcher(p, nvidia(90))
     made.spec = replace(made.spec, **ways)
     return made
 

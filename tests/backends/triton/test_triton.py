@@ -131,7 +131,7 @@ import torch
 from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.gpu import varlen_order
 from tilewise.backends.triton import launch, split_kv
-from tilewise.dispatch import call_cache
+from tilewise.dispatch import call_cache, planner
 torch.manual_seed(0)
 
 # Splits combined by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
@@ -146,7 +146,7 @@ results = []
 for most in (split_kv.COMBINE_BYTES, 0):
     split_kv.COMBINE_BYTES = most
     call_cache.forget()
-    launch.launcher_of.kept.clear()
+    planner.choose.cache_clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
 assert (results[0].out == results[1].out).all() and (results[0].lse == results[1].lse).all()
@@ -191,8 +191,8 @@ ROW_GROUPS = """
 import sys, torch
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
-from tilewise.backends.triton import config, launch
-from tilewise.dispatch import call_cache
+from tilewise.backends.triton import config
+from tilewise.dispatch import call_cache, planner
 torch.set_num_threads(1)
 paged = dict(form="paged", B=3, Lq=1, lengths=(1, 40, 77), dtype="f16")
 for case in (
@@ -207,7 +207,7 @@ for case in (
     if case.D == 64:  # and in tiles of 64 keys
         config.SHORT_KEYS = 0
         call_cache.forget()
-        launch.launcher_of.kept.clear()
+        planner.choose.cache_clear()
         check_case(case, "triton")
 print("fine")
 """

@@ -116,7 +116,8 @@ MUTANTS = """
 import torch
 from dataclasses import replace
 from tilewise.backends.triton.bwd import config
-from tilewise.backends.triton.bwd.launch import Backward, backward_of
+from tilewise.backends.triton.bwd.launch import Backward
+from tilewise.dispatch import planner
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import check_gradients
@@ -139,7 +140,7 @@ for case, owner, changes in (
 ):
     check_gradients(case, "triton")
     kept = {name: getattr(owner, name) for name in changes}
-    backward_of.kept.clear()
+    planner.choose.cache_clear()
     for name, mutant in changes.items():
         setattr(owner, name, mutant)
     try:
@@ -150,7 +151,7 @@ for case, owner, changes in (
         raise AssertionError(f"{list(changes)} passed")
     for name, own in kept.items():
         setattr(owner, name, own)
-    backward_of.kept.clear()
+    planner.choose.cache_clear()
 """
 
 

@@ -51,8 +51,12 @@ class PlanLauncher:
         """Launches the kernels of a call through `r`."""
         raise NotImplementedError
 
-    def __call__(self, t: Any, *more: torch.Tensor) -> None:
-        """Launches a call: `t` are its `Tensors` or `BackwardTensors`, `more` what is made for each call."""
+    def __call__(self, t: Any) -> None:
+        """Launches a call; `t` are its `Tensors` or `BackwardTensors`."""
+        self.run(t)
+
+    def run(self, t: Any, *more: torch.Tensor) -> None:
+        """Launches a call; `more` are tensors that were made for it."""
         if self.present is None:
             names = FIELDS if isinstance(t, Tensors) else BACKWARD_FIELDS
             self.names = tuple(name for name in names if attrgetter(name)(t) is not None)

@@ -4,12 +4,11 @@ backward pass, and decode over a latent cache.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
-from ...core.plan import OtherDevice, Plan, Unproven
+from ...core.plan import Deferred, OtherDevice, Plan, Unproven
 from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu import coverage, facts
@@ -81,6 +80,7 @@ def plan(problem: Problem) -> Plan:
             splits=cut.splits,
             workspace_bytes=latent.workspace_bytes(cut),
             notes=latent.notes(cut),
+            detail=Deferred(_launcher, problem),
         )
     c = config.config_of(problem)
     return Plan(
@@ -89,6 +89,7 @@ def plan(problem: Problem) -> Plan:
         kernel="prefill, warp-specialised",
         tile=(64 * c.consumers, c.BN),
         notes=config.notes(problem, c),
+        detail=Deferred(_launcher, problem),
     )
 
 
@@ -103,6 +104,7 @@ def plan_backward(problem: Problem) -> Plan:
             tile=(of_queries.BO, of_keys.BO),
             workspace_bytes=wide_config.workspace_bytes(p),
             notes=("dQ by a launch of its own",),
+            detail=Deferred(_launcher, problem),
         )
     target = target_of(problem.device)
     s = bwd_config.spec_of(p, target)
@@ -114,37 +116,34 @@ def plan_backward(problem: Problem) -> Plan:
         splits=bwd_config.splits_of(p, target),
         workspace_bytes=bwd_config.workspace_bytes(p, s, target),
         notes=bwd_config.notes(p, target),
+        detail=Deferred(_launcher, problem),
     )
 
 
 def run(plan: Plan, tensors: Tensors) -> None:
-    _launch(_decodes_latent(plan.problem)).launcher_of(plan)(tensors)
+    plan.detail()(tensors)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from ..gpu.launcher import bind_addresses
 
-    return bind_addresses(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
+    return bind_addresses(plan.detail(), tensors)
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
-    _backward_launch().launcher_of(plan)(tensors)
+    plan.detail()(tensors)
 
 
-@cache
-def _launch(latent: bool) -> Any:
-    """The launch module. Imported on the first call, since it imports Triton."""
-    if latent:
+def _launcher(problem: Problem) -> Any:
+    """Launch modules are imported by the first call, since they import Triton."""
+    if problem.grads:
+        from .bwd import launch as backward
+
+        return backward.launcher_of(problem)
+    if _decodes_latent(problem):
         from .mla import launch as decode
 
-        return decode
+        return decode.launcher_of(problem)
     from .fwd import launch
 
-    return launch
-
-
-@cache
-def _backward_launch() -> Any:
-    from .bwd import launch
-
-    return launch
+    return launch.launcher_of(problem)

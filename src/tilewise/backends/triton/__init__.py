@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
-from ...core.plan import OtherDevice, Plan, Unproven
+from ...core.plan import Deferred, OtherDevice, Plan, Unproven
 from ...core.problem import (
     CascadeProblem,
     Problem,
@@ -101,17 +100,18 @@ def plan(problem: Problem) -> Plan:
         splits=c.splits,
         workspace_bytes=4 * rows * problem.heads * c.splits * (problem.value_dim + 2) if c.splits > 1 else 0,
         notes=tuple(notes),
+        detail=Deferred(_launcher, problem),
     )
 
 
 def run(plan: Plan, tensors: Tensors) -> None:
-    _launch().launcher_of(plan)(tensors)
+    plan.detail()(tensors)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from ..gpu.launcher import bind_addresses
 
-    return bind_addresses(_launch().launcher_of(plan), tensors)
+    return bind_addresses(plan.detail(), tensors)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
@@ -144,26 +144,27 @@ def plan_backward(problem: Problem) -> Plan:
     return Plan(
         p, backend="triton", kernel="dK and dV apart, dQ" if c.apart else "dK and dV, dQ",
         tile=(c.queries.BQ, c.queries.BK), notes=notes,
-        workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1) + size,
+        workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1) + size, detail=Deferred(_launcher, p),
     )  # fmt: skip
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
-    from .bwd import launch as bwd_launch
-
-    bwd_launch.backward_of(plan)(tensors)
+    plan.detail()(tensors)
 
 
 def machines() -> dict[str, Machine]:
     return gpu_machines()
 
 
-@cache
-def _launch() -> Any:
-    """The launch module. Imported on the first call, since it imports Triton."""
+def _launcher(problem: Problem) -> Any:
+    """Launch modules are imported by the first call, since they import Triton."""
+    if problem.grads:
+        from .bwd import launch as backward
+
+        return backward.launcher_of(problem)
     from . import launch
 
-    return launch
+    return launch.launcher_of(problem)
 
 
 def _interpreted() -> bool:

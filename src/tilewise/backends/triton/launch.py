@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...core.plan import ByPlan, Plan
 from ...core.private.triton import INTERPRETED
+from ...core.problem import Problem
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
@@ -32,9 +32,9 @@ COMBINE_WARPS = 4
 class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
 
-    def __init__(self, plan: Plan, c: Config, target: Target) -> None:
+    def __init__(self, problem: Problem, c: Config, target: Target) -> None:
         super().__init__()
-        p = self.problem = plan.problem
+        p = self.problem = problem
         self.config = c
         self.target = target
         spec = self.spec = config.spec(p, c, target)
@@ -69,7 +69,7 @@ class Launcher(PlanLauncher):
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
 
     def __call__(self, t: Tensors) -> None:
-        super().__call__(t, *(() if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)))
+        self.run(t, *(() if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)))
 
     def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
         """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
@@ -164,9 +164,8 @@ def alignment(*tensors: torch.Tensor | None) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if either % n == 0)
 
 
-@ByPlan
-def launcher_of(plan: Plan) -> Launcher:
-    """The launcher of a plan."""
-    target = target_of(plan.problem.device)
-    c = tuned.config_of(plan.problem, target)
-    return Launcher(plan, c, INTERPRETER if INTERPRETED and target.ptx else target)
+def launcher_of(problem: Problem) -> Launcher:
+    """The launcher of a problem's plan."""
+    target = target_of(problem.device)
+    c = tuned.config_of(problem, target)
+    return Launcher(problem, c, INTERPRETER if INTERPRETED and target.ptx else target)

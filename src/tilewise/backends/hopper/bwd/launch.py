@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....core.plan import ByPlan, Plan
+from ....core.problem import Problem
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
 from ...gpu.kernel import Arguments, Kernel, stride_arguments
@@ -25,10 +25,10 @@ FIX_UP_BLOCK = 64
 class Launcher(PlanLauncher):
     """The launches of a plan: those before and after the main kernels, which subclasses launch."""
 
-    def __init__(self, plan: Plan, target: Target, spec: Any, BM: int, D: int, value_columns: int) -> None:
+    def __init__(self, problem: Problem, target: Target, spec: Any, BM: int, D: int, value_columns: int) -> None:
         super().__init__()
         self.processors = target.processors
-        p = self.problem = config.unstrided(plan.problem)
+        p = self.problem = config.unstrided(problem)
         s = self.spec = spec
         self.BM = BM
         self.longest, self.q_blocks = config.query_blocks(p, BM)
@@ -68,10 +68,10 @@ class Launcher(PlanLauncher):
         if t.dmask is not None and config.skips_cells(self.problem):
             t.dmask.zero_()
         if t.dsinks is None:
-            super().__call__(t)
+            self.run(t)
             return
         shares = torch.zeros(self.blocks, dtype=torch.float32, device=t.dout.device)
-        super().__call__(t, shares)
+        self.run(t, shares)
         torch.sum(shares.view(-1, self.problem.heads, self.q_blocks), (0, 2), out=t.dsinks)
 
     def launch(self, r: Recorder, t: BackwardTensors, *more: torch.Tensor) -> None:
@@ -154,14 +154,13 @@ class Launcher(PlanLauncher):
         return made | {"SOFTCAP": False} | self.sizes
 
 
-@ByPlan
-def launcher_of(plan: Plan) -> Launcher:
-    """The launcher of a plan."""
-    target = target_of(plan.problem.device)
-    if config.is_wide(plan.problem):
+def launcher_of(problem: Problem) -> Launcher:
+    """The launcher of a problem's plan."""
+    target = target_of(problem.device)
+    if config.is_wide(problem):
         from .wide.launch import WideLauncher
 
-        return WideLauncher(plan, target)
+        return WideLauncher(problem, target)
     from .narrow_launch import NarrowLauncher
 
-    return NarrowLauncher(plan, target)
+    return NarrowLauncher(problem, target)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....core.plan import Plan
+from ....core.problem import Problem
 from ....core.tensors import BackwardTensors
 from ...gpu.kernel import Arguments, Kernel
 from ...gpu.launch_program import Recorder, Workspaces
@@ -26,10 +26,10 @@ COMBINE_ROWS = 16  # of `combine_splits`
 class NarrowLauncher(Launcher):
     """One kernel, with dQ accumulated in global memory."""
 
-    def __init__(self, plan: Plan, target: Target, planes: int = 0) -> None:
-        p = config.unstrided(plan.problem)
+    def __init__(self, problem: Problem, target: Target, planes: int = 0) -> None:
+        p = config.unstrided(problem)
         s = config.spec_of(p, target)
-        super().__init__(plan, target, s, s.BM, s.D, s.D)
+        super().__init__(problem, target, s, s.BM, s.D, s.D)
         self.splits = config.splits_of(p, target)
         self.planes = config.planes_of(p) * self.splits
         self.sizes |= {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ....core.plan import ByPlan, Plan
+from ....core.problem import Problem
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
 from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Lists
@@ -36,9 +36,9 @@ SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
 
-    def __init__(self, plan: Plan, c: Config, target: Target) -> None:
+    def __init__(self, problem: Problem, c: Config, target: Target) -> None:
         super().__init__()
-        p = self.problem = plan.problem
+        p = self.problem = problem
         s = config.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.work_tiles = tiles * p.heads * s.value_tiles  # an upper bound for packed sequences
@@ -80,8 +80,10 @@ class Launcher(PlanLauncher):
         }
 
     def __call__(self, t: Tensors) -> None:
-        listed = t.tile_map is not None and isinstance(self.lister, Lister)
-        super().__call__(t, *([self.lister.states(t.tile_map)] if listed else []))
+        states = []
+        if t.tile_map is not None and isinstance(self.lister, Lister):
+            states.append(self.lister.states(t.tile_map))
+        self.run(t, *states)
 
     def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
         """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
@@ -128,7 +130,6 @@ class Launcher(PlanLauncher):
         return made
 
 
-@ByPlan
-def launcher_of(plan: Plan) -> Launcher:
-    """The launcher of a plan."""
-    return Launcher(plan, config.config_of(plan.problem), target_of(plan.problem.device))
+def launcher_of(problem: Problem) -> Launcher:
+    """The launcher of a problem's plan."""
+    return Launcher(problem, config.config_of(problem), target_of(problem.device))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ....core.plan import ByPlan, Plan
+from ....core.problem import Problem
 from ....core.tensors import Tensors
 from ...gpu.kernel import Arguments, Kernel, stride_arguments
 from ...gpu.launch_program import Recorder, Workspaces
@@ -23,9 +23,9 @@ from .spec import LATENT, ROPE
 class Launcher(PlanLauncher):
     """The launches of a plan: what all its calls share."""
 
-    def __init__(self, plan: Plan, target: Target) -> None:
+    def __init__(self, problem: Problem, target: Target) -> None:
         super().__init__()
-        p = self.problem = plan.problem
+        p = self.problem = problem
         c = self.config = config.config_of(p, target)
         self.spec = config.spec(p, c)
         self.lse_at = c.partial_rows * LATENT  # offset in the workspace, in elements of 4 bytes
@@ -73,7 +73,6 @@ class Launcher(PlanLauncher):
         return given | stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
 
 
-@ByPlan
-def launcher_of(plan: Plan) -> Launcher:
-    """The launcher of a plan."""
-    return Launcher(plan, target_of(plan.problem.device))
+def launcher_of(problem: Problem) -> Launcher:
+    """The launcher of a problem's plan."""
+    return Launcher(problem, target_of(problem.device))

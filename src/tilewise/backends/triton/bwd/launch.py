@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ....core.plan import ByPlan, Plan
 from ....core.private.triton import INTERPRETED
 from ....core.problem import MaskSpec, Problem
 from ....core.storage import as_bytes
@@ -48,9 +47,9 @@ Launch = tuple[Kernel, tuple[int, int], Arguments]
 class Backward(PlanLauncher):
     """The backward launches of a plan: what all its calls share."""
 
-    def __init__(self, plan: Plan, c: BackwardConfig, target: Target) -> None:
+    def __init__(self, problem: Problem, c: BackwardConfig, target: Target) -> None:
         super().__init__()
-        self.given = plan.problem
+        self.given = problem
         p = self.problem = dense_mask.masked_problem(self.given)
         self.config, self.target = c, target
         self.rows = p.total_q if p.packed_q else p.q_len
@@ -77,7 +76,7 @@ class Backward(PlanLauncher):
         for side, lister in self.listers.items():
             if (tile_map := of_side(t.forward, side).tile_map) is not None:
                 more.append(lister.states(tile_map))
-        super().__call__(t, *more)
+        self.run(t, *more)
         if t.dsinks is not None:
             torch.sum(more[0], 0, out=t.dsinks)
 
@@ -214,10 +213,9 @@ def _listed(lists: Lists) -> Arguments:
     return {"LIST": LIST, "RANK": RANK} | dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
 
 
-@ByPlan
-def backward_of(plan: Plan) -> Backward:
-    """The backward launcher of a plan."""
-    target = target_of(plan.problem.device)
+def launcher_of(problem: Problem) -> Backward:
+    """The launcher of a problem's plan."""
+    target = target_of(problem.device)
     if INTERPRETED and target.ptx:
         target = INTERPRETER
-    return Backward(plan, config.config(dense_mask.masked_problem(plan.problem), target), target)
+    return Backward(problem, config.config(dense_mask.masked_problem(problem), target), target)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .....core.plan import Plan
+from .....core.problem import Problem
 from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
 from ....gpu.launch_program import Recorder, Workspaces
@@ -32,11 +32,11 @@ def names_of(s: WideSpec) -> dict[str, str]:
 class WideLauncher(Launcher):
     """dQ by one launch, dK and dV by another, or by one each."""
 
-    def __init__(self, plan: Plan, target: Target, planes: int = 0) -> None:
+    def __init__(self, problem: Problem, target: Target, planes: int = 0) -> None:
         self.planes = planes
-        self.specs = config.specs_of(unstrided(plan.problem))
+        self.specs = config.specs_of(unstrided(problem))
         s = self.specs[0]
-        super().__init__(plan, target, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
+        super().__init__(problem, target, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
         self.sizes["SOFTCAP"] = s.softcap
         self.pre = Kernel(preprocess, num_warps=4 * s.chunks)
         self.kernel = Kernel(wide_backward)
