@@ -55,7 +55,7 @@ def test_every_lock_is_made_anew():
         assert calls == 0, f"{path}: the result of new_lock must be stored at once"
     kinds_of_new_locks = {"kv_cache/stores.py"}  # new_lock(self, "lock", threading.RLock)
     assert elsewhere - kinds_of_new_locks == set(OTHERS), "make locks by core.forks.new_lock"
-    assert len(made) >= 7
+    assert len(made) >= 4
 
 
 def run(code):

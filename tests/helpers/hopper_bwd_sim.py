@@ -166,7 +166,7 @@ class Wide(Backward):
     def launch_one(self, kernels: Any, s: Any, seed: int) -> None:
         from tilewise.backends.hopper.bwd.wide.launch import names_of
 
-        g, names = self.given, names_of(s)
+        g, names = self.given, names_of(s) | {"stats": "STATS", "lse": "LSE2"}
         made: dict[str, Any] = {name: flat(x) for name, x in g.items()} | self.launcher.sizes
         own = self.launcher.own(g, s)
         for name, value in own.items():

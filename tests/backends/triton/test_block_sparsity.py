@@ -12,6 +12,7 @@ if sys.platform != "linux":
 RUN = """
 import torch
 from tilewise.backends.gpu.block_sparsity_launch import BlockLister
+from tilewise.backends.gpu.launch_program import Recorder
 from tilewise.core.options import Options
 from tilewise.validation import calls
 torch.manual_seed(0)
@@ -20,7 +21,8 @@ for Lq, Lk, block, count, heads in ((700, 900, 256, 3, 2), (130, 20000, 128, 90,
     blocks = torch.rand(2, heads, -(-Lq // block), -(-Lk // block)).argsort(-1)[..., :count].int()
     blocks[..., ::4] = -1
     call = calls.dense(q, k, k, Options(block_indices=blocks, block_size=block))
-    (LIST, RANK, (b, h, i, n)), _ = BlockLister(call.problem, 128, 64).compile_and_launch(call.tensors)
+    recorder = Recorder([call.out], recording=False, captured=False)
+    LIST, RANK, (b, h, i, n) = BlockLister(call.problem, 128, 64).launch(recorder, call.tensors)
     for row in range(2):
         for head in range(4):
             for tile in range(-(-Lq // 128)):
