@@ -17,7 +17,7 @@ from .core.expression.mods import Bound, bind
 from .core.options import Options
 from .core.plan import Plan
 from .core.problem import CAPTURED, GRADS, Problem, captured_number
-from .core.tensors import BackwardTensors, TangentTensors, Tensors
+from .core.tensors import TangentTensors, Tensors
 from .core.tracing import is_traced
 from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, Unsupported
@@ -190,20 +190,11 @@ def _run(call: BackwardCall, backend: str | None) -> Plan:
     """Computes the gradients of a checked call."""
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
-        _write_empty(call.tensors)
+        call.write_empty()
     else:
         planner.load_backward(chosen.backend).run_backward(chosen, call.tensors)
         activity.ran(chosen)
     return chosen
-
-
-def _write_empty(b: BackwardTensors) -> None:
-    """Writes the gradients of a call in which no row sees a key: 0, except that of a sink through `lse`."""
-    for gradient in b.gradients().values():
-        gradient.zero_()
-    if b.dsinks is not None and b.dlse is not None:
-        assert b.forward.lse is not None
-        b.dsinks += torch.where(b.forward.lse.isfinite(), b.dlse, 0.0).sum((0, 2))
 
 
 # Calls whose inputs require grad

@@ -27,6 +27,15 @@ class BackwardCall:
     tensors: BackwardTensors
     layout: str  # the caller's
 
+    def write_empty(self) -> None:
+        """Writes the gradients of a call in which no row sees a key: 0, except that of a sink through `lse`."""
+        b = self.tensors
+        for gradient in b.gradients().values():
+            gradient.zero_()
+        if b.dsinks is not None and b.dlse is not None:
+            assert b.forward.lse is not None
+            b.dsinks += torch.where(b.forward.lse.isfinite(), b.dlse, 0.0).sum((0, 2))
+
     def result(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The gradient of argument `name` in the shape and dtype of that argument, `like`."""
         gradient = self.tensors.gradients()[name]
