@@ -57,6 +57,8 @@ class CallOptions(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Any]) -> dict[str, Any]:
         """The options with those that are tensors, and with the tensors that functions capture."""
+        if not tensors and "score_mod" not in self.options:
+            return dict(self.options)
         by_name = [(name, _plain(x)) for name, x in zip(self.tensor_names, tensors, strict=True)]
         merged = self.options | {name: x for name, x in by_name if captured_number(name) is None}
         if self.options.get("score_mod") is not None:
@@ -94,7 +96,10 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             raise InvalidArgument(which, "Quantised in a call that needs gradients", "a float tensor", remedy)
     options |= dict(zip(autograd.TABLES[name], tables, strict=True))
     options, tensors = split(options)
-    q, k, v = (x if any_tangent((x,)) else to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
+    moving = in_forward_mode()  # `to_tensor` refuses tangents
+    q, k, v = (
+        x if moving and has_tangent(x) else to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v))
+    )
     out, lse = _Attention.apply(CallOptions(options, tuple(tensors)), q, k, v, *tensors.values())
     return AttentionState(out, lse) if return_lse else out
 
@@ -139,7 +144,7 @@ def _entry(o: CallOptions, q: Any, k: Any, v: Any, *tensors: Any) -> Results:
 
 
 def _save(ctx: Any, o: CallOptions, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> None:
-    ctx.o = o._replace(below=None)
+    ctx.o = o if o.below is None else o._replace(below=None)
     ctx.save_for_backward(q, k, v, out, lse, *more)
     if in_forward_mode(enabled=False):
         # Detached: an output that the function holds would hold the function, and neither would be freed.
@@ -181,7 +186,7 @@ def _primals(ctx: Any) -> list[Any]:
 def _derived(o: CallOptions, needed: Sequence[bool]) -> CallOptions:
     """The options of a derivative of a call, with the gradients by the inputs that need one."""
     options = {name: x for name, x in o.options.items() if name not in autograd.FORWARD_ONLY}
-    grads = tuple(name for name, needs in zip(o.inputs, needed, strict=False) if needs)
+    grads = tuple([name for name, needs in zip(o.inputs, needed, strict=False) if needs])
     return CallOptions(options, o.tensor_names, grads)
 
 
@@ -311,12 +316,16 @@ def _run(which: str, o: CallOptions, *tensors: Any) -> Results:
     """One of the three derivatives, without being differentiated again."""
     if o.below is not None:
         return tuple(o.below())
-    if is_traced() or is_wrapper(tensors[0]) or tensors[0].is_meta:
+    if _is_operator(tensors[0]):
         from . import ops  # it imports this module
 
         return ops.derivative(which, o, *tensors)
     run: Callable[..., Results] = getattr(autograd, which)
     return run(o, *tensors)
+
+
+def _is_operator(q: Any) -> bool:
+    return is_traced() or is_wrapper(q) or q.is_meta
 
 
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
@@ -329,10 +338,11 @@ FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
 
 
 def _apply(which: str, o: CallOptions, *tensors: Any) -> Results:
-    if not is_traced() and (torch.is_grad_enabled() or in_forward_mode()):  # an operator applies it by itself
-        found: Results = FUNCTIONS[which].apply(o, *tensors)
-        return found
-    return _run(which, o, *tensors)
+    if _is_operator(tensors[0]):  # which applies the function by itself
+        return _run(which, o, *tensors)
+    function = FUNCTIONS[which].apply if torch.is_grad_enabled() or in_forward_mode() else getattr(autograd, which)
+    found: Results = function(o, *tensors)
+    return found
 
 
 gradients = partial(_apply, "gradients")
