@@ -97,9 +97,9 @@ class _SecondOrder:
                         dk[:, c.cols] += by_moved.mT @ moved_q
             if b.dq is not None:
                 at = slice(seq.q_start + rows.start, seq.q_start + rows.stop)
-                b.dq[seq.row, :, at] = (dq * p.scale).view(p.heads, -1, p.head_dim).to(b.dq.dtype)
+                b.dq[seq.row, :, at] = dq.mul_(p.scale).view(p.heads, -1, p.head_dim).to(b.dq.dtype)
         if b.dk is not None and dk is not None:
-            b.dk[kv_row, :, keys] = (dk * p.scale).to(b.dk.dtype)
+            b.dk[kv_row, :, keys] = dk.to(b.dk.dtype)  # q has the scale
         if b.dv is not None and dv is not None:
             b.dv[kv_row, :, keys] = dv.to(b.dv.dtype)
 

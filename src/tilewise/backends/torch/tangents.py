@@ -13,6 +13,7 @@ a derivative in the direction:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _move(own: Rows, rows: slice) -> tuple[Tensor, Tensor]:
     lse = own.of_sink(rows)  # [H, BQ]
     out = torch.zeros(p.kv_heads, p.group * n, p.value_dim, dtype=work, device=lse.device)
     for keys, c in own.cells(rows):
-        weighted = c.prob * c.moved
+        weighted = torch.mul(c.prob, c.moved, out=c.moved)
         lse += weighted.sum(-1)
         for weights, v in ((weighted, keys.v), (c.prob, keys.moved_v)):
             if v is None:
@@ -67,7 +68,7 @@ def _move(own: Rows, rows: slice) -> tuple[Tensor, Tensor]:
     return torch.where(own.live[:, rows, None], moved, 0.0), torch.where(own.live[:, rows], lse, 0.0)
 
 
-@dataclass(slots=True)
+@dataclass
 class Keys:
     """A tile of keys and values `[Hkv, BK, D]`, and their tangents, None where they do not move."""
 
@@ -75,7 +76,11 @@ class Keys:
     v: Tensor
     moved_k: Tensor | None
     moved_v: Tensor | None
-    finite: bool  # all of them
+
+    @cached_property
+    def finite(self) -> bool:
+        """All of them; asked for where cells are hidden."""
+        return all(bool(x.isfinite().all()) for x in (self.k, self.v, self.moved_k, self.moved_v) if x is not None)
 
 
 @dataclass(slots=True)
@@ -104,6 +109,7 @@ class Rows:
     live: Tensor  # bool [H, Lq]: the lse is finite
     share: Tensor | None  # [H, Lq]: what exp(s - lse) is multiplied by, where lse has no digits for sums
     keys: dict[int, Keys]
+    all_live: bool
 
     @classmethod
     def of(cls, plan: Plan, seq: Sequence, tangents: Tensors, states: list[list[int]] | None) -> Rows:
@@ -111,16 +117,16 @@ class Rows:
         assert seq.lse is not None
         live = seq.lse.isfinite()
         lse = torch.where(live, seq.lse, 0.0).to(work)
-        self = cls(plan, seq, replace(seq, tensors=tangents), states, lse, live, None, {})
+        all_live = bool(live.all())
+        self = cls(plan, seq, replace(seq, tensors=tangents), states, lse, live, None, {}, all_live)
         if large_lse.has_large(seq.lse):
-            still = cls(plan, seq, replace(seq, tensors=NOTHING), states, lse, live, None, self.keys)
+            still = cls(plan, seq, replace(seq, tensors=NOTHING), states, lse, live, None, {}, all_live)
             self.share = torch.ones_like(lse)
             for rows in self.tiles():
                 total = still.sink_weights(rows)
                 for _, c in still.cells(rows):
                     total = total + c.prob.sum(-1)
                 self.share[:, rows] = large_lse.share(lse[:, rows], total)
-            self.keys.clear()
         return self
 
     def tiles(self) -> list[slice]:
@@ -133,10 +139,10 @@ class Rows:
         return x.reshape(p.kv_heads, p.group * x.shape[1], -1)
 
     def queries(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Grouped queries, and their tangents."""
-        t, work = self.tangent.tensors, self.lse.dtype
-        q = self.grouped(self.seq.q[:, rows].to(work))
-        return q, None if t.q is None else self.grouped(self.tangent.q[:, rows].to(work))
+        """Grouped queries times scale, and their tangents."""
+        t, work, scale = self.tangent.tensors, self.lse.dtype, self.seq.problem.scale
+        q = self.grouped(self.seq.q[:, rows].to(work)) * scale
+        return q, None if t.q is None else self.grouped(self.tangent.q[:, rows].to(work)) * scale
 
     def sink_weights(self, rows: slice) -> Tensor:  # [H, BQ]
         """The weight of each row's sink; 0 without one."""
@@ -160,8 +166,7 @@ class Rows:
             k, v = self.seq.keys_and_values(*own, work)
             moved_k = None if t.k is None else self.tangent.keys(*own, work)
             moved_v = None if t.v is None else self.tangent.values(*own, work)
-            finite = all(bool(x.isfinite().all()) for x in (k, v, moved_k, moved_v) if x is not None)
-            known = self.keys[cols.start] = Keys(k, v, moved_k, moved_v, finite)
+            known = self.keys[cols.start] = Keys(k, v, moved_k, moved_v)
         return known
 
     def cells(self, rows: slice) -> Any:
@@ -177,11 +182,10 @@ class Rows:
         chosen: Tensor | None,
     ) -> Cells:  # fmt: skip
         seq, p, n = self.seq, self.seq.problem, rows.stop - rows.start
-        s = (q @ keys.k.mT).view(p.heads, n, -1).mul_(p.scale)  # [H, BQ, BK]
+        s = (q @ keys.k.mT).view(p.heads, n, -1)  # [H, BQ, BK]; q has the scale
         product = torch.zeros_like(s) if moved_q is None else (moved_q @ keys.k.mT).view(s.shape)
         if keys.moved_k is not None:
             product.view(p.kv_heads, p.group * n, -1).baddbmm_(q, keys.moved_k.mT)
-        product *= p.scale
         tanh = torch.tanh(s / p.softcap) if p.softcap else None
         moved_given = product if tanh is None else product * (1 - tanh * tanh)
         moved_given = self._with_moved_biases(moved_given, rows, cols)
@@ -191,14 +195,15 @@ class Rows:
         if p.mods is not None and p.mods.score is not None:
             own = cells_of(seq.b, p.heads, *seq.positions(rows, cols))
             moved_s = moved(p.mods, given, moved_given, own, seq.tensors.captured, self.tangent.tensors.captured)
-        prob = (s - self.lse[:, rows, None]).exp_()
+        # `given` is read again only by second derivatives of a score_mod.
+        prob = (s - self.lse[:, rows, None] if p.mods is not None else s.sub_(self.lse[:, rows, None])).exp_()
         if self.share is not None:
             prob *= self.share[:, rows, None]
         live = self.live[:, rows, None]
         if visible is not None:
             moved_s = torch.where(visible, moved_s, 0.0)
             prob = torch.where(visible & live, prob, 0.0)
-        elif not bool(live.all()):
+        elif not self.all_live:
             prob = torch.where(live, prob, 0.0)
         return Cells(cols, prob, moved_s, visible, tanh, product, given, moved_given)
 
