@@ -97,9 +97,7 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     options |= dict(zip(autograd.TABLES[name], tables, strict=True))
     options, tensors = split(options)
     moving = in_forward_mode()  # `to_tensor` refuses tangents
-    q, k, v = (
-        x if moving and has_tangent(x) else to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v))
-    )
+    q, k, v = (x if moving and has_tangent(x) else to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
     out, lse = _Attention.apply(CallOptions(options, tuple(tensors)), q, k, v, *tensors.values())
     return AttentionState(out, lse) if return_lse else out
 

@@ -12,11 +12,12 @@ import torch
 from .core.expression.mods import mods_of
 from .core.problem import CAPTURED
 
-BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse", "moved_out", "moved_lse", "kv_lengths")
+ROWS = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides")
+BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse", "moved_out", "moved_lse", *ROWS)
 # Their dims without the batch: of smaller rank, or of batch 1, they are shared by all rows.
 SHARED = {
-    "q_offsets": 0, "k_starts": 0, "k_strides": 0, "q_strides": 0, "mask": 3, "tree_mask": 2, "positions": 1,
-    "alibi_slopes": 1, "q_bias": 2, "k_bias": 2, "key_indices": None, "block_indices": None,
+    "mask": 3, "tree_mask": 2, "positions": 1, "alibi_slopes": 1, "q_bias": 2, "k_bias": 2, "key_indices": None,
+    "block_indices": None,
 }  # fmt: skip
 ASKED = ("grads", "moved", "tangents")
 
@@ -101,9 +102,11 @@ def _as_batch(
 
 
 def _has_batch(name: str, x: Any, batch: int) -> bool:
-    """Whether a tensor has a row for each of the batch."""
+    """Whether a tensor has a row for each of the batch. One row serves any batch, except of slopes."""
     rank = SHARED[name]
-    return isinstance(x, torch.Tensor) and (rank is None or (x.ndim > rank and x.shape[0] == batch > 1))
+    if not isinstance(x, torch.Tensor) or rank is None:
+        return isinstance(x, torch.Tensor)
+    return x.ndim > rank and x.shape[0] == batch and (batch > 1 or name == "alibi_slopes")
 
 
 def _by_row(options: dict[str, Any]) -> bool:

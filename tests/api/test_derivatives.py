@@ -242,6 +242,24 @@ def test_vmap_of_options():
         assert torch.allclose(twice[0][0], got[0], atol=1e-6), name
 
 
+def test_vmap_with_options_of_one_row():
+    """Those that no sample has for itself, in a batch of one."""
+    q, k, v = (x[:1] for x in QKV.values())
+    given = {
+        "q_offset": torch.tensor([1]), "kv_lengths": torch.tensor([6]), "alibi_slopes": draw(1, 4).abs(),
+        "mask": draw(1, 4, LQ, LK), "q_bias": draw(1, 4, LQ), "key_indices": torch.arange(5).int().expand(1, LQ, 5),
+        "k_stride": torch.tensor([2]),
+    }  # fmt: skip
+    for name, x in given.items():
+
+        def of(q, name=name, x=x):
+            return tuple(attention(q, k, v, causal=True, return_lse=True, **{name: x}))
+
+        got = vmap(of)(torch.stack([q, -q, 2 * q]))
+        for a, b in zip(got, of(2 * q), strict=True):
+            assert torch.allclose(a[2], b, atol=1e-6), name
+
+
 def test_packed_sequences():
     """Each as it is alone, in all derivatives."""
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 5], [0, 4, 6, 9]))

@@ -106,7 +106,7 @@ def test_of_one_input_alone(of):
 
 
 MISTAKES = {
-    "tangent of the scale left out": (tangents, "self.tangent.q[:, rows].to(work)) * scale", "self.tangent.q[:, rows].to(work))"),
+    "tangent of the scale left out": (tangents, "tangent.q[:, rows].to(work)) * scale", "tangent.q[:, rows].to(work))"),
     "lse' out left out": (tangents, "- lse[..., None] * own.seq.out[:, rows].to(work)", ""),
     "the sink's tangent left out": (tangents, "lse = own.of_sink(rows)", "lse = own.of_sink(rows) * 0"),
     "softcap's slope left out of the tangent": (tangents, "product * (1 - tanh * tanh)", "product"),
