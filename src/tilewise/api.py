@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import autograd, differentiation, ops
+from . import autograd, derivative_ops, differentiation, ops  # noqa: F401
 from .core import cost, keywords
 from .core.arrays import returner
 from .core.eager import eager_function

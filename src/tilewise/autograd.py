@@ -131,12 +131,12 @@ def _as_gradients(by_name: dict[str, Any], bound: Bound | None) -> AttentionGrad
 
 
 def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, options: dict[str, Any]) -> Any:
-    from . import ops
+    from . import derivative_ops
 
     if backend is not None:
         raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
     check_grads(grads)
-    by_name = ops.traced_backward(tensors, grads, **options)
+    by_name = derivative_ops.traced_backward(tensors, grads, **options)
     return _as_gradients(by_name, options.get("score_mod"))
 
 

@@ -1,5 +1,6 @@
 """What torch differentiates: the entry points, their gradients and their derivatives in a direction, each as a
-`torch.autograd.Function`. Eager calls and operators (`ops.py`) share them.
+`torch.autograd.Function`. Eager calls and operators (`ops.py`, `derivative_ops.py`)
+share them.
 
 With F the call, x its inputs, g the gradients of its outputs and x' a direction, four computations refer to each other:
 
@@ -315,9 +316,9 @@ def _run(which: str, o: CallOptions, *tensors: Any) -> Results:
     if o.below is not None:
         return tuple(o.below())
     if _is_operator(tensors[0]):
-        from . import ops  # it imports this module
+        from . import derivative_ops  # it imports this module
 
-        return ops.derivative(which, o, *tensors)
+        return derivative_ops.derivative(which, o, *tensors)
     run: Callable[..., Results] = getattr(autograd, which)
     return run(o, *tensors)
 

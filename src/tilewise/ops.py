@@ -5,16 +5,14 @@
 points of `api.py` call these while torch traces (`tracing.py`), and for tensors without memory. Operators are opaque to
 a compiler, which knows the shapes of their outputs only.
 
-If a derivative is needed, the `_lse` operator runs; `attention_backward`, `attention_tangent` (forward mode) and
-`attention_second_order` (the gradients of both) are operators too; `differentiation.py` says how they refer to each
-other.
+If a derivative is needed, the `_lse` operator runs. Derivatives are operators too: `derivative_ops.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -33,7 +31,7 @@ from .core.private.torch import (
     forward_enabled_again,
     in_forward_mode,
 )
-from .core.problem import CAPTURED, GRADS
+from .core.problem import CAPTURED
 from .core.tracing import is_wrapper
 from .differentiation import CallOptions
 from .dispatch import planner
@@ -74,29 +72,6 @@ SIZES = {
 }
 # What an operator takes before the star, in order.
 NAMES = {name: ("q", "k", "v", *TABLES[name], *OPTIONAL_TENSORS[name]) for name in TABLES}
-BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
-
-
-class Derivative(NamedTuple):
-    """The operator of a derivative: what it takes before the options that are tensors, and after them."""
-
-    name: str
-    given: tuple[str, ...]
-    asked: tuple[str, ...]
-
-
-# By the names of the functions in `autograd.py`.
-DERIVATIVES = {
-    "gradients": Derivative("attention_backward", ("out", "lse", "dout", "dlse"), ("grads",)),
-    "tangent": Derivative("attention_tangent", ("out", "lse"), ("tangents", "moved")),
-    "second_order": Derivative(
-        "attention_second_order",
-        ("out", "lse", "dout", "dlse", "moved_out", "moved_lse"),
-        ("tangents", "moved", "grads"),
-    ),
-}
-# What each of these operators takes before the star, in order.
-ARGUMENTS = {name: ("q", "k", "v", *given, *BACKWARD_OPTIONS, *asked) for name, given, asked in DERIVATIVES.values()}
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 PLAIN = {DispatchKeySet(getattr(DispatchKey, device)).raw_repr() for device in DEVICES}
 
@@ -147,7 +122,7 @@ def traced(
     **options: Any,
 ) -> Any:
     """Calls the operator of an entry point over torch tensors."""
-    options = _rules(**options)
+    options = as_operator_options(**options)
     options["split_size"] = as_split_size(split_size)
     if isinstance(k, Quantised):
         options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
@@ -166,18 +141,7 @@ def traced(
     return result if lse is None else AttentionState(result, lse)
 
 
-def traced_backward(tensors: tuple[Any, ...], grads: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
-    """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
-    bound = options.get("score_mod")
-    names = [name for name in GRADS if name in grads]
-    if "score_mod" in grads and bound is not None:
-        names += [f"{CAPTURED}{number}" for number in bound.mods.differentiable]
-    options, own = differentiation.split(options)
-    o = CallOptions(options, tuple(own), tuple(names))
-    return dict(zip(names, derivative("gradients", o, *tensors, *own.values()), strict=True))
-
-
-def _rules(
+def as_operator_options(
     tile_map: Any = None, window: Any = None, chunk: Any = None, score_mod: Bound | None = None, **options: Any
 ) -> dict[str, Any]:
     """The options of an entry point as those of its operator."""
@@ -208,13 +172,13 @@ def _run(name: str, *tensors: Any, **options: Any) -> Any:
             return _run(name, *tensors, **options)
     if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch drops arguments with default values
         return _entry(name)(*tensors)
-    arguments = _arguments(NAMES[name], tensors, options)
+    arguments = as_arguments(NAMES[name], tensors, options)
     k = _stored(arguments.pop("k"), arguments.pop("k_scales", None), arguments.pop("k_stored", None))
     v = _stored(arguments.pop("v"), arguments.pop("v_scales", None), arguments.pop("v_stored", None))
     return _entry(name)(arguments.pop("q"), k, v, *(arguments.pop(table) for table in TABLES[name]), **arguments)
 
 
-def _arguments(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+def as_arguments(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by the names that the entry points have, without those that are None."""
     arguments = dict(zip(names, tensors, strict=False)) | options
     window = arguments.pop("left", None), arguments.pop("right", None)
@@ -267,14 +231,14 @@ def _define(name: str) -> None:
     required = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
     optional = ", ".join(f"Tensor? {x}=None" for x in OPTIONAL_TENSORS[name])
     schema = f"({required}, {optional}, *, {SIZES[name]}, {OPTIONS})"
-    _add(name, f"{schema} -> Tensor", run, shapes)
-    _add(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
+    define(name, f"{schema} -> Tensor", run, shapes)
+    define(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
     describe = partial(_describe_call, name)
-    _differentiate(name, run, describe, lambda results: results[0])
-    _differentiate(f"{name}_lse", run_lse, describe, tuple)
+    differentiate(name, NAMES[name], run, describe, lambda results: results[0])
+    differentiate(f"{name}_lse", NAMES[name], run_lse, describe, tuple)
 
 
-def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _library.define(f"{name}{' '.join(schema.split())}")
     for device in DEVICES:
         _library.impl(name, kernel, device)
@@ -284,14 +248,21 @@ def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[...,
 # Derivatives
 
 
-def _differentiate(
+def differentiate(
     name: str,
+    names: Sequence[str],
     kernel: Callable[..., Any],
     describe: Callable[..., tuple[str, tuple[Any, ...]]],
     form: Callable[..., Any],
 ) -> None:
-    """Makes torch differentiate an operator, in any mode or transform: `describe` gives the function of
-    `differentiation.py` and its arguments, `form` the operator's result by the function's.
+    """Makes torch differentiate and map an operator, in any mode or transform.
+
+    Args:
+        name: of the operator.
+        names: of its positional arguments.
+        kernel: what it runs.
+        describe: gives the function of `differentiation.py` and its arguments.
+        form: makes the operator's result of the function's.
     """
     operator = getattr(torch.ops.tilewise, name).default
     with_lse = getattr(torch.ops.tilewise, f"{name}_lse").default if name in NAMES else operator
@@ -311,7 +282,6 @@ def _differentiate(
             return operator.redispatch(below, *args, **options)
 
     _library.impl(name, dispatch, "Autograd", with_keyset=True)
-    names = NAMES.get(name.removesuffix("_lse")) or ARGUMENTS[name]
     torch.library.register_vmap(f"tilewise::{name}", partial(batched, operator, names), lib=_library)
 
 
@@ -319,7 +289,7 @@ def _describe_call(name: str, tensors: tuple[Any, ...], options: dict[str, Any])
     """An entry point that torch differentiates, by the arguments of its operator."""
     if name == "paged_attention":
         raise _no_gradients("paged")
-    arguments = _arguments(NAMES[name], tensors, options)
+    arguments = as_arguments(NAMES[name], tensors, options)
     if arguments.pop("k_stored", None) is not None or arguments.pop("v_stored", None) is not None:
         raise _no_gradients("quantised")
     args = [arguments.pop(which) for which in "qkv"]
@@ -330,66 +300,6 @@ def _describe_call(name: str, tensors: tuple[Any, ...], options: dict[str, Any])
 def _no_gradients(what: str) -> InvalidArgument:
     remedy = "call under torch.no_grad(), or detach"
     return InvalidArgument("q, k or v", "a tensor that requires grad", f"none: {what} keys have no gradients", remedy)
-
-
-def derivative(which: str, o: CallOptions, *tensors: Any) -> tuple[torch.Tensor, ...]:
-    """Calls the operator of a derivative; arguments and results as those of the function in `autograd.py`."""
-    own = ("q", "k", "v", *DERIVATIVES[which].given)
-    given, rest = tensors[: len(own)], tensors[len(own) :]
-    count = len(o.tensor_names)
-    options = _rules(**o.with_tensors(rest[:count]) | {"tile_map": None})  # the result is the same without
-    arguments = dict(zip(own, given, strict=True))
-    arguments |= {name: options.pop(name, None) for name in BACKWARD_OPTIONS}
-    names = [name for name in (*GRADS, *CAPTURES) if name in o.grads]
-    arguments |= {"tangents": list(rest[count:]), "moved": ",".join(o.moved), "grads": ",".join(names)}
-    operator = getattr(torch.ops.tilewise, DERIVATIVES[which].name).default
-    results = operator(*(arguments[name] for name in ARGUMENTS[DERIVATIVES[which].name]), **options)
-    if which == "tangent":
-        return tuple(results)
-    by_name = dict(zip(names, results, strict=True))
-    return tuple(by_name[name] for name in o.grads)
-
-
-def _described(name: str, own: tuple[str, ...], args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The other way: `CallOptions` and tensors by the arguments of the operator of a derivative."""
-    arguments = _arguments(ARGUMENTS[name], args, options)
-    grads, moved = (tuple(x.split(",")) if (x := arguments.pop(y, "")) else () for y in ("grads", "moved"))
-    tangents = arguments.pop("tangents", [])
-    given = [arguments.pop(which, None) for which in ("q", "k", "v", *own)]
-    options, tensors = differentiation.split(arguments)
-    return CallOptions(options, tuple(tensors), grads, moved), *given, *tensors.values(), *tangents
-
-
-def _gradient_shapes(name: str, *args: Any, **_: Any) -> list[torch.Tensor]:
-    arguments = dict(zip(ARGUMENTS[name], args, strict=True))
-    inputs = [arguments[which] for which in arguments["grads"].split(",")]
-    return [torch.empty(x.shape, dtype=x.dtype, device=arguments["q"].device) for x in inputs]
-
-
-def _tangent_shapes(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any, **__: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(out), torch.empty_like(lse)
-
-
-def _define_derivative(which: str) -> None:
-    name, own, more = DERIVATIVES[which]
-    required = ", ".join(f"Tensor{'?' * (x == 'dlse')} {x}" for x in ("q", "k", "v", *own))
-    optional = ", ".join(f"Tensor? {x}" for x in BACKWARD_OPTIONS)
-    asked = ", ".join(f"{'Tensor[]' if x == 'tangents' else 'str'} {x}" for x in more)
-    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
-    result = "(Tensor, Tensor)" if which == "tangent" else "Tensor[]"
-    schema = f"({required}, {optional}, {asked}, *, {sizes}, {RULES}) -> {result}"
-    form = tuple if which == "tangent" else list
-
-    def run(*args: Any, **options: Any) -> Any:
-        return form(getattr(autograd, which)(*_described(name, own, args, options)))
-
-    def describe(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-        return which, _described(name, own, args, options)
-
-    _add(name, schema, run, _tangent_shapes if which == "tangent" else partial(_gradient_shapes, name))
-    _differentiate(name, run, describe, form)
 
 
 # New rows of caches
@@ -430,11 +340,9 @@ def _define_write() -> None:
     tables = "Tensor starts, Tensor cu_seqlens, Tensor block_table"
     options = "int layer, bool packed, str k_stored, str v_stored, int? latent=None"
     schema = f"(Tensor k, Tensor? v, {pages}, {tables}, *, {options}) -> ()"
-    _add("write_pages", schema, _run_write, lambda *tensors, **options: None)
+    define("write_pages", schema, _run_write, lambda *tensors, **options: None)
 
 
 for _name in TABLES:
     _define(_name)
-for _which in DERIVATIVES:
-    _define_derivative(_which)
 _define_write()

@@ -246,7 +246,7 @@ def test_opcheck_of_the_operators_of_derivatives():
     given["sinks"] = torch.ones(4)
     given |= {"q": q, "k": k, "v": v, "moved_out": torch.randn_like(out), "moved_lse": torch.randn_like(lse)}
     asked = {"grads": "q,k,v,sinks", "moved": "q,sinks", "tangents": [torch.randn_like(q), torch.ones(4)]}
-    for name, names in tilewise.ops.ARGUMENTS.items():
+    for name, names in tilewise.derivative_ops.ARGUMENTS.items():
         operator = getattr(torch.ops.tilewise, name).default
         tensors = [given.get(which, asked.get(which)) for which in names]
         torch.library.opcheck(operator, tuple(tensors), {"causal": True})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from .. import ops
+from .. import derivative_ops, ops
 from ..core import tracing
 from ..core.private.torch import (
     OpStrategy,
@@ -83,7 +83,7 @@ def _forward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
 
 def _backward(tensors: list[Any], options: dict[str, Any]) -> Strategies:
     *tensors, grads = tensors
-    named = dict(zip(ops.ARGUMENTS["attention_backward"][:-1], tensors, strict=True))
+    named = dict(zip(derivative_ops.ARGUMENTS["attention_backward"][:-1], tensors, strict=True))
     strategies: Strategies = []
     for sharding in _shardings(named, options):
         placed = _placed(named, sharding)
