@@ -110,7 +110,7 @@ def flex(seconds: float) -> Iterator[Row]:
                 "FlexAttention": lambda block=block, score=score, c=compiled, q=q, k=k, v=v: c(q, k, v, score, block),
             }
             error = float((calls["ours"]().float() - calls["FlexAttention"]().float()).abs().max())
-            assert error < (1e-4 if dtype == torch.float32 else 3e-2), f"{name}: off by {error}"
+            assert error < (5e-4 if dtype == torch.float32 else 3e-2), f"{name}: off by {error}"
             rows.append(compare(f"forward, {name}, {dtype}", calls, 1.2, seconds))
     yield from rows
     yield mean_row("forward, ten mods, beside FlexAttention", rows, 2.0)
