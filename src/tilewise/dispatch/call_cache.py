@@ -141,9 +141,11 @@ class CachedCall:
             inputs: list[Any] = [
                 None if at is None else flat[at] if type(at) is int else options[at] for at in self.sources
             ]
-            if self.validate is not False and not self.checks_tables:
-                values.check_tables(self.problem, inputs[1].shape[0], self.validate, *inputs[LAST_TABLES])
-                values.check_indices(self.problem, inputs[KEY_INDICES], self.validate)
+            if self.validate is not False:
+                if not self.checks_tables:
+                    values.check_tables(self.problem, inputs[1].shape[0], self.validate, *inputs[LAST_TABLES])
+                if inputs[KEY_INDICES] is not None:
+                    values.check_indices(self.problem, inputs[KEY_INDICES], self.validate)
             if self.extents is not None:
                 self.check_apart(out, inputs)
             if self.captures:

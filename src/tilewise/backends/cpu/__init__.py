@@ -157,15 +157,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
     p = plan.problem
-    if (
-        p.mask is not None
-        or p.tree
-        or p.alibi
-        or p.biased
-        or p.sinks
-        or p.selection
-        or p.k_shared_dim
-        or p.rules.q_offset == "rows"
-    ):
-        return None  # a bound launch takes no new addresses of these
+    if p.rules.q_offset == "rows":
+        return None  # a bound launch does not check offsets
     return launch.bind(plan, tensors)

@@ -16,10 +16,11 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
-from .launch import LaunchTemplate, check_tables, launcher, make_params, problem_params, same_items, schedule_items
+from .launch import LaunchTemplate, check_tables, make_params, problem_params, same_items, schedule_items
 from .mainloop.mod_kernels import vectors_of
 from .mod_gradients import CapturedSums, derivatives_of
 from .params import Gradients, put_tensor
+from .replay import launcher
 from .scratch import backward_scratch_bytes, round_up
 from .threads import pool, yield_thread
 

@@ -22,9 +22,10 @@ from .codegen.numba_ops import back_off, item_at, jit, params_at, up
 from .codegen.vector import W
 from .config import padded_width
 from .kv_access import sequence
-from .launch import launcher, make_params, zero_spare_rows
+from .launch import make_params, zero_spare_rows
 from .mainloop.epilogue import Partials, combine_row, finalize_row
 from .params import WORK_ITEM_BYTES, Params, offset
+from .replay import launcher
 from .threads import yield_thread
 
 NEXT_MERGE, DONE, UNDONE = (offset(Params, name) for name in ("next_merge", "done", "undone"))

@@ -8,7 +8,6 @@ cascade is a struct with a second one attached.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +16,18 @@ import torch
 
 from ...core.plan import Plan
 from ...core.problem import Problem
-from ...core.tensors import FIELDS, Tensors
+from ...core.tensors import Tensors
 from ...validation import values
 from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .mod_gradients import derivatives_of
-from .mods import capturing, depends_on_values, put_mods
-from .params import CACHE_LINE, LAUNCH_BYTES, WORK_ITEM, Gradients, Params, Rules, put_tensor
-from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
+from .mods import depends_on_values, put_mods, table_of
+from .params import WORK_ITEM, Gradients, Params, Rules, put_tensor
+from .replay import REST, Launcher, OwnFields, launcher, zero_rows
 from .scratch import scratch_bytes
-from .threads import MOST_KEPT, pool
+from .threads import MOST_KEPT
 
 PREFILL = {"": "prefill", "prefill_amx": "AMX prefill", "prefill_dot": "bf16 prefill"}  # what a plan says
 KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
@@ -171,10 +170,9 @@ TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places"
            "indices": "key_indices"}  # fmt: skip
 
 
-def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Params, list[Any]]:
-    """The parameter struct of a call, and the objects that must outlive it.
-
-    With `own_tables` each launch is given lengths, offsets and block tables, and lists its own work items.
+def make_params(plan: Plan, t: Tensors, bound: bool = False) -> tuple[Params, list[Any]]:
+    """The parameter struct of a call, and the objects that must outlive it. If `bound`, each launch brings tensors of
+    its own.
     """
     p, template = plan.problem, plan.detail
     params = Params.from_buffer_copy(template.params)
@@ -183,8 +181,8 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
         x = getattr(t, TENSORS.get(name, name))
         if x is not None and name in FLAT:
             x = x if name == "table" else x.contiguous()
-            if not (own_tables and name in TABLES):
-                kept.append(x)  # not tables that each launch brings
+            if not bound:
+                kept.append(x)
         if x is not None:
             put_tensor(params, name, x)
     if t.k_scales is not None:
@@ -201,74 +199,21 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
     if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not adjacent
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):
-        shape = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
-        spans = torch.zeros(shape, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
-        put_tensor(params, "spans", spans)
+        spans = torch.zeros(rows_of(t.mask), dtype=torch.int64, device="cpu")  # none is computed
+        put_tensor(params, "spans", spans.expand(t.mask.shape[:3]))
         kept.append(spans)
-    if template.work_items is None and not own_tables:
+    if template.work_items is None and not bound:
         kept.append(schedule_items(params, template.max_work_items, template.schedule))
     return params, kept
 
 
-# Takes the tensors of a call in the order of FIELDS: OPERANDS, and REST if the call has tables.
-Launcher = Callable[..., bool]
-OPERANDS = ("q", "k", "v", "out", "lse", "k_scales", "v_scales")
-REST = tuple(name for name in FIELDS if name not in OPERANDS)
-LAUNCH_TABLES = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "block_table")  # as the kernel `launch` takes them
-NO_TABLES = [0] * len(LAUNCH_TABLES)
-assert FIELDS == OPERANDS + REST
-
-
-def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
-    """A function that launches the call of the first struct on other tensors of the same kind.
-
-    It only passes addresses: the kernel copies the struct, starts the threads and combines partials (cpu 17 in
-    benchmarks/cpu/LOG.md). `kept` are objects that must outlive the structs.
-    """
-    params, scratch_of_thread = structs[0], pool.scratch
-    launch, address = compiler.entry("launch"), ctypes.addressof(params)
-    own_items, items = params.schedule != 0, params.max_items or params.items
-    params.threads = threads = min(params.threads, items)
-    size = LAUNCH_BYTES + -(-items * params.partial_bytes // CACHE_LINE) * CACHE_LINE + scratch
-    if own_items:
-        size += items * WORK_ITEM.itemsize + 8 * params.batch + CACHE_LINE
-    tables_at, cu_q = [REST.index(name) for name in LAUNCH_TABLES], REST.index("cu_seqlens_q")
-
-    def go(
-        q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *rest: Any,
-        address: int = address,
-    ) -> bool:  # fmt: skip
-        tables = NO_TABLES
-        if own_items:
-            tables = [0 if (x := rest[i]) is None else x.data_ptr() for i in tables_at]
-        while True:
-            team = pool.acquire(threads, scratch) if threads > 1 else 0
-            try:
-                status = launch(
-                    address, scratch_of_thread(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-                    0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
-                    0 if v_scales is None else v_scales.data_ptr(), *tables,
-                )  # fmt: skip
-            finally:
-                if team:
-                    pool.release()
-            if not status & UNDONE_ITEM:
-                break
-            # An infinity, which tiles cannot process: again, by fp32.
-            for x in (*structs, Params.from_address(address)):
-                x.prefill = compiler.function("prefill")
-        if status & WRONG_TABLES:
-            return False
-        if status & SPARE_ROWS:
-            zero_rows(out, lse, int(rest[cu_q][-1]), 0)
-        return True
-
-    go.kept, go.checks_tables = (structs, kept), own_items  # type: ignore[attr-defined]
-    return go
+def rows_of(mask: torch.Tensor) -> list[int]:
+    """The sizes of a mask without its last dim, 1 where it is broadcast."""
+    return [n if stride else 1 for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
 
 
 def bind(plan: Plan, t: Tensors) -> Launcher | None:
-    """A launcher of the same call for other q, k, v, out, lse, scales, lengths, offsets and block tables.
+    """A launcher of the same call for other tensors; None if there is none.
 
     With `checks_tables` it checks lengths, offsets and block tables itself: it returns False, and does nothing, if they
     refer to rows that do not exist.
@@ -276,14 +221,22 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     p, template = plan.problem, plan.detail
     if p.mods is not None and depends_on_values(p.mods, t):
         return None
-    params, kept = make_params(plan, t, template.work_items is None)
+    fields = {name: TENSORS.get(name, name) for name in STRIDED + FLAT if name not in TABLES}
+    there = {name: field for name, field in fields.items() if field in REST and getattr(t, field) is not None}
+    if any(not getattr(t, field).is_contiguous() for name, field in there.items() if name in FLAT):
+        return None  # it would be copied
+    params, kept = make_params(plan, t, bound=True)
     if template.work_items is None:
         if template.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
             return None  # it would need memory for the most items that a call may have
         params.schedule, params.max_items = compiler.function(template.schedule), template.max_work_items
         params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
-    go = launcher((params,), template.scratch, kept)
-    return go if p.mods is None else capturing(go, params, t.captured)
+    own = None
+    if there or p.mods is not None:
+        rows = rows_of(t.mask) if params.spans and t.mask is not None else ()
+        table = None if p.mods is None else table_of(t.captured)
+        own = OwnFields({name: REST.index(field) for name, field in there.items()}, rows, table)
+    return launcher((params,), template.scratch, kept, own)
 
 
 def check_tables(p: Problem, t: Tensors) -> None:
@@ -308,10 +261,3 @@ def zero_spare_rows(t: Tensors) -> int:
     if count < t.out.shape[2]:
         zero_rows(t.out, t.lse, count, 2)
     return count
-
-
-def zero_rows(out: torch.Tensor, lse: torch.Tensor | None, first: int, dim: int) -> None:
-    """Writes 0 and -inf to rows from `first` on, which see nothing."""
-    out.narrow(dim, first, out.shape[dim] - first).zero_()
-    if lse is not None:
-        lse.narrow(dim, first, lse.shape[dim] - first).fill_(-torch.inf)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -168,17 +167,10 @@ def depends_on_values(mods: Mods, t: Tensors) -> bool:
     return may_hide(mods) or any(not x.numel() for x in t.captured)
 
 
-def capturing(go: Callable[..., bool], params: Params, captured: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    """A launcher that takes captured tensors, too, as the last argument."""
-    table = table_of(captured)
-    at = [sum(1 + 2 * x.ndim for x in captured[:n]) for n in range(len(captured))]
-
-    def launch(*tensors: Any) -> bool:
-        own, words = Params.from_buffer_copy(params), type(table).from_buffer_copy(table)
-        for place, x in zip(at, tensors[-1], strict=True):
-            words[place] = x.data_ptr()
-        own.captured = ctypes.addressof(words)
-        return go(*tensors[:-1], address=ctypes.addressof(own))
-
-    launch.checks_tables = go.checks_tables  # type: ignore[attr-defined]
-    return launch
+def with_addresses(table: Any, captured: tuple[torch.Tensor, ...]) -> Any:
+    """A copy of a table of captured tensors with the addresses of these, whose sizes and strides are the same."""
+    words, at = type(table).from_buffer_copy(table), 0
+    for x in captured:
+        words[at] = x.data_ptr()
+        at += 1 + 2 * x.ndim
+    return words
