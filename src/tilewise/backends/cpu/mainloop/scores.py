@@ -19,7 +19,8 @@ from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cell
 from .selected_keys import selected_key, selected_list
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
 
-LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
+# Below this scale / cap, which is rounded, costs more than a pass over the scores: cap tanh(s / cap) is s, nearly.
+LEAST_FACTOR, LARGEST = F(2.0**-16), float(np.finfo(np.float32).max)
 
 
 @jit
@@ -33,7 +34,7 @@ def scale_scores(p, s, step, count):
             factor = F(math.copysign(LARGEST, factor))
         if abs(factor) >= LEAST_FACTOR:
             softcap_cells(s, step, count, factor, cap)
-        else:  # the product may overflow float32
+        else:  # also where the product would overflow float32
             scale_cells(s, step, count, scale)
             large_softcap_cells(s, step, count, F(1) / cap, cap)
     elif not scale_in_softmax(p) and not scale_in_mods(p):
