@@ -240,6 +240,9 @@ def test_speeds_of_cpus_are_those_of_their_records() -> None:
     served = {name: x["runs"] for name, x in record("vllm_serving")["results"].items()}
     tokens = [served["TILEWISE"][n]["per_second"] / served["CPU_ATTN"][n]["per_second"] for n in ("32", "8", "1")]
     many, some, one = (f"{ratio:.2f}x" for ratio in tokens)
+    bf16 = record("prefill_bf16")
+    least = {peer: min(row["ratios"][peer] for row in bf16["rows"]) for peer in bf16["geometric_means"]}
+    dots = {peer: f"{mean:.2f}x | {least[peer]:.2f}x" for peer, mean in bf16["geometric_means"].items()}
     prefill = {x["name"]: f"{x['value']:.2f}x | {x['worst']:.2f}x" for x in record("xeon-avx512-2-core")["rows"]}
     said = {
         "docs/training.md": [
@@ -250,6 +253,8 @@ def test_speeds_of_cpus_are_those_of_their_records() -> None:
         "docs/performance.md": [
             f"| SDPA, its flash kernel | {peers['SDPA flash']} |",
             f"| CPU_ATTN of vLLM | {peers['CPU_ATTN']} |",
+            f"| SDPA | {dots['SDPA']} |",
+            f"| OpenVINO 2026.4 | {dots['OpenVINO']} |",
             f"| ONNX Runtime, GroupQueryAttention | {peers['ONNX Runtime GQA']} |",
             f"(../benchmarks/records/cpu/vllm_serving.json)) | {many} / {some} / {one} |",
             *(f"| SDPA | {prefill[f'prefill {dtype}']} |" for dtype in ("f32", "bf16", "f16")),
