@@ -118,7 +118,9 @@ def test_nothing_is_told_unasked(caplog):
     assert not [record for record in caplog.records if record.name == "tilewise"]
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("plan", "backend    reference"), ("plans", "'plans' is not known")])
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("plan", "backend    reference"), ("plans", "unknown value 'plans' for TILEWISE_LOG")]
+)
 def test_the_variable(value, wanted):
     run = (
         "import torch, tilewise; x = torch.zeros(1, 1, 2, 8);"

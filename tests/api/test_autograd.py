@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from largest_tensor import Largest
 from naive import assert_as_torch
 from tilewise import (
     InvalidArgument,
@@ -537,27 +538,15 @@ def test_autocast_changes_nothing(dtype):
 
 def test_memory_is_flat_in_length():
     """The torch backend's tiles: what it allocates at once does not grow as Lq * Lk."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                Largest.size = max(Largest.size, result.untyped_storage().nbytes())
-            return result
-
     sizes = []
     for length in (1024, 2048):
         call = make(Case(B=1, H=1, Lq=length, D=8, causal=True)).checked(return_lse=True)
         call.tensors.out.fill_(0.5)
         call.tensors.lse.fill_(3.0)
         made = backward(call, Options(), call.lse, call.out, None, differentiable(call.problem))
-        Largest.size = 0
-        with Largest():
+        with Largest() as largest:
             tiled.run_backward(tiled.plan_backward(made.problem), made.tensors)
-        sizes.append(Largest.size)
+        sizes.append(largest.size)
     assert sizes[0] == sizes[1] == 4 * 128 * 256
 
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tilewise
+from largest_tensor import Largest
 from tilewise import InvalidArgument, Unsupported, attention, paged_attention, varlen_attention
 from tilewise.backends import torch as tiled
 
@@ -388,20 +389,11 @@ def test_what_is_not_served_says_so():
 
 def test_memory_is_flat_in_length(monkeypatch):
     """No tensor of a derivative grows as Lq * Lk."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                Largest.size = max(Largest.size, result.untyped_storage().nbytes())
-            return result
+    largest = Largest()
 
     def watched(run):
         def watch(*given):
-            with Largest():
+            with largest:
                 run(*given)
 
         return watch
@@ -410,10 +402,10 @@ def test_memory_is_flat_in_length(monkeypatch):
         monkeypatch.setattr(tiled, name, watched(getattr(tiled, name)))
     sizes = []
     for length in (1024, 2048):
-        q, Largest.size = torch.randn(1, 1, length, 8, requires_grad=True), 0
+        q, largest.size = torch.randn(1, 1, length, 8, requires_grad=True), 0
         out = jvp(lambda q: attention(q, q, q, causal=True), (q,), (q.detach(),))[1]
         torch.autograd.grad(out.sum(), q)
-        sizes.append(Largest.size)
+        sizes.append(largest.size)
     assert sizes[0] == sizes[1] > 0
 
 

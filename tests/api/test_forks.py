@@ -150,26 +150,33 @@ def test_a_fork_of_who_holds_a_lock():
 def test_forks_beside_compilation(tmp_path):
     """The fork waits for the compilation, so that Numba and LLVM are as they should be, and the child compiles too."""
     run(f"""
-        import time
         os.environ["TILEWISE_CACHE_DIR"] = {str(tmp_path)!r}
-        from tilewise.backends.cpu import compiler, prebuilt
+        from tilewise.backends.cpu import compiler, object_code, prebuilt
         from tilewise.core.private import numba as private
         from numba import njit
         prebuilt.load = lambda symbol: None
-        compiler.kernel("combine")  # Numba itself is loaded
         forks.PATIENCE = {DEADLINE}  # a busy machine is not a compilation that hangs
-        thread = threading.Thread(target=compiler.kernel, args=("decode",))  # it takes seconds
-        thread.start()
+        compiler.kernel("combine")  # Numba itself is loaded
         start_event = private.find("numba.core.event.start_event")
-        while thread.is_alive() and private.find("numba.core.event.start_event") is start_event:
-            time.sleep(0.001)
-        assert thread.is_alive()  # and in the middle of it: Numba is patched
+        inside, forking, entry_module = threading.Event(), threading.Event(), object_code.entry_module
+
+        def in_the_middle(*given):
+            inside.set()
+            assert forking.wait({DEADLINE})
+            return entry_module(*given)
+
+        object_code.entry_module = in_the_middle
+        os.register_at_fork(before=forking.set)  # before tilewise's, which waits: the last one is called first
+        thread = threading.Thread(target=compiler.kernel, args=("qk f32",))
+        thread.start()
+        assert inside.wait({DEADLINE})
+        assert private.find("numba.core.event.start_event") is not start_event  # Numba is patched meanwhile
 
         def child():
             import gc
             assert gc.isenabled()
             assert private.find("numba.core.event.start_event") is start_event
-            assert compiler.kernel("decode").address
+            assert compiler.kernel("qk f32").address
             compiler.kernel("pv f32")
             assert njit(lambda x: x + 1)(1) == 2
 

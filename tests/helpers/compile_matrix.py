@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
 from triton import compiler as triton_compiler
@@ -35,6 +34,7 @@ import test_triton_aot
 import test_triton_backward
 from aot import ARCHS, Signature, forward_kernels, kernels_for
 from assembler import assembled, of_amd, of_nvidia, program_of
+from hopper_aot import GluonASTSource
 from problem_space import draw
 from test_triton_kv_write import appended
 from test_triton_merge import merged

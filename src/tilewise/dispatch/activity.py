@@ -67,12 +67,16 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     return plan.backend, plan.kernel, p.form, p.device, *sizes, *stored, p.options(), p.copies, plan.notes, others
 
 
+def unknown_value(variable: str, value: str, supported: str) -> None:
+    log.warning("unknown value %r for %s; the only supported value is %r", value, variable, supported)
+
+
 def from_environment(value: str | None) -> None:
     """Sends the log to stderr if the environment variable asks for it."""
     if not value:
         return
     if value != "plan":
-        log.warning("%s=%r is not known, and changes nothing: 'plan' is", VARIABLE, value)
+        unknown_value(VARIABLE, value, "plan")
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("tilewise: %(message)s"))

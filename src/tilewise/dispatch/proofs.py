@@ -201,7 +201,7 @@ def prove_now(facts: Facts, device: torch.device) -> None:
             if asked == "auto":
                 _by_command(facts, device)
             else:
-                activity.log.warning("%s=%r is not known, and changes nothing: 'auto' is", VARIABLE, asked)
+                activity.unknown_value(VARIABLE, asked, "auto")
     finally:
         _lock.release()
 

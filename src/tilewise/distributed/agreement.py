@@ -134,7 +134,7 @@ def _exchange(ranks: Ranks, values: dict[str, object], fault: Fault | None, devi
     state = FAULTY * (fault is not None) + UNREAD * (not values)
     own = [state, *digests, *[0] * (WIDTH - 1 - len(digests))]
     every = [x.tolist() for x in _gathered(torch.tensor(own, dtype=torch.int64, device=device), ranks)]
-    told = _told(ranks, fault, device) if any(numbers[0] & FAULTY for numbers in every) else None
+    first = _first_fault(ranks, fault, device) if any(numbers[0] & FAULTY for numbers in every) else None
     readable = {rank: numbers for rank, numbers in enumerate(every) if not numbers[0] & UNREAD}
     for i, (name, value) in enumerate(values.items(), 1):  # first of all: a fault may follow from a difference
         if others := [rank for rank, numbers in readable.items() if numbers[i] != own[i]]:
@@ -143,22 +143,22 @@ def _exchange(ranks: Ranks, values: dict[str, object], fault: Fault | None, devi
             uneven = "length= says how many tokens all ranks hold, where they do not hold equally many"
             remedy = uneven if name in ("q", "k", "v", "x") else ""
             return _fault(InvalidArgument(name, difference, "the same on all ranks", remedy), ranks)
-    return told
+    return first
 
 
-def _told(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fault | None:
-    """The fault of the first rank that has one, as all ranks are told; None on a rank that has its own."""
+def _first_fault(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fault | None:
+    """The fault of the first rank that has one, the same on all ranks; None on a rank that has its own."""
     text = b"" if fault is None else f"{fault.rank}:{fault.text}".encode()[:FAULT_BYTES]
     padded = torch.tensor(list(text.ljust(FAULT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     texts = [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in _gathered(padded, ranks)]
     if fault is not None:
         return None
-    rank, _, told = next(x for x in texts if x).partition(":")
-    argument, _, what = told.partition(": ")
+    rank, _, words = next(x for x in texts if x).partition(":")
+    argument, _, what = words.partition(": ")
     full = what.removeprefix(f"{CacheFull.__name__}: ")
     want = "arguments that are right on all ranks"
     refused = InvalidArgument(argument, f"a fault on rank {rank} ({what})", want)
-    return Fault(refused if full == what else CacheFull(f"on rank {rank}: {full}"), int(rank), told)
+    return Fault(refused if full == what else CacheFull(f"on rank {rank}: {full}"), int(rank), words)
 
 
 def _gathered(x: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:

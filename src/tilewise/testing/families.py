@@ -242,7 +242,7 @@ def _poison(check: Check, of: str, device: str, launched: Callable[[], None]) ->
 
 
 def _time(check: Check, of: str, device: str, launched: Callable[[], None]) -> Found:
-    """Median seconds of a call, and of the next backend that serves it and is not known to be wrong, by turns."""
+    """Median seconds of a call, interleaved with the next backend that serves it and is not known to be wrong."""
     problem, call = (_timed_backward if "backward" in check.family else _timed_forward)(check.case, device)
     if planner.supports(check.backend, problem) is not None or planner.family(check.backend, problem) != check.family:
         raise Unsupported(check.backend, "the timed call has other kernels", "none")

@@ -18,8 +18,8 @@ from ..dispatch import proofs
 from .families import Check
 
 READY, LAUNCHED, LAST = "ready", "launched", "last"  # besides results, what a process answers
-TOLD_TO_END = (-1, -2, -9, -15)  # signals of somebody, perhaps of the system since memory is full
-MOST_TOLD = 3  # processes that are told to end before no more are started
+KILLED = (-1, -2, -9, -15)  # signals of somebody, perhaps of the system since memory is full
+MOST_KILLED = 3  # processes that others end before no more are started
 HOURS = 36000.0  # seconds that are as good as none; a wait cannot be without end
 LAST_WORDS = 300  # characters of what a process said before it crashed
 Result = tuple[Check, dict[str, Any], "dict[str, float] | None"]  # status, seconds and detail; times by backend
@@ -70,12 +70,12 @@ class Pool:
     limits: tuple[float, float]
     answers: queue.SimpleQueue[tuple[Child, Any]] = field(default_factory=queue.SimpleQueue)
     children: list[Child] = field(default_factory=list)
-    told: int = 0
+    killed: int = 0
 
     def run(self, left: deque[Check], end: float, is_left: Callable[[Check], bool]) -> Iterator[Result]:
         """What each check found, as it is found, until the time `end`. `is_left`: whether one is still to be made."""
         try:
-            while self.told < MOST_TOLD:
+            while self.killed < MOST_KILLED:
                 self._give(left, is_left)
                 busy = [child for child in self.children if child.check is not None]
                 now = time.monotonic()
@@ -152,9 +152,10 @@ class Pool:
             raise RuntimeError(f"the processes of a proof cannot start (status {code}): {words}")
         if child.check is None:
             return None
-        told = code in TOLD_TO_END
-        self.told += told
-        return self._result(child, "open" if told else "failed", f"its process ended with status {code}: {words}", None)
+        killed = code in KILLED
+        self.killed += killed
+        status = "open" if killed else "failed"
+        return self._result(child, status, f"its process ended with status {code}: {words}", None)
 
     def _result(self, child: Child, status: str, detail: str, times: dict[str, float] | None) -> Result:
         check, seconds = child.check, time.monotonic() - child.since

@@ -32,7 +32,7 @@ WRITES = 10.0  # seconds that a process may take longer than it was given
 MOST_PROCESSES = 8
 MEMORY = 3 << 30  # bytes of a GPU for each of them: its context, the largest case and the scores of the oracle
 CHILD = "from tilewise.testing.prove_child import main; main()"
-OWN_SIGNALS = (-1, -2, -9, -15)  # a process that was told to end, perhaps since memory is full
+OWN_SIGNALS = (-1, -2, -9, -15)  # a process that somebody ended, or the system for lack of memory
 STDERR_TAIL = 300  # characters of what a process said before it crashed
 
 Show = Callable[[int, int, str], None]  # checks done, checks in all, and what was done
