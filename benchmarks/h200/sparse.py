@@ -18,21 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from latent_cases import BF16, SCALE
-from latent_variants import Variant
-from latent_variants import launcher_of as variant_of
 from timing import Way, graphed, seconds
 
 from tilewise import Quantised, Unsupported, attention, paged_attention
 from tilewise.backends import hopper
 from tilewise.backends.gpu.launch_program import Workspaces
-from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper.mla.launch import launcher_of
 from tilewise.core.options import Options
 from tilewise.core.storage import stored_as
@@ -53,21 +49,6 @@ ROWS = {
     "decode 128 x 2048 of 8k, fp8": (128, 1, 8192, 128, 2048, "fp8_latent"),
     "decode 32 x 2048 of 8k, fp8": (32, 1, 8192, 128, 2048, "fp8_latent"),
 }
-
-
-def ways_of(name: str) -> dict[str, Variant]:
-    """Variants of the kernel that are timed beside it."""
-    if "decode 128" in name and "fp8" in name:
-        return {"4 chunks": Variant(ways={"ahead": 4})}
-    return {}
-
-
-def launcher(name: str, variant: Variant, call: calls.Call) -> Any:
-    made = variant_of(name, variant).Launcher(
-        planner.choose(call.problem, "hopper").problem, target_of(call.problem.device)
-    )
-    made.spec = replace(made.spec, **variant.ways)
-    return made
 
 
 def served(problem: Any) -> bool:
@@ -132,16 +113,6 @@ class Row:
         function, args, options = self.arguments()
         return lambda: function(*args, backend="hopper", validate=False, **options)
 
-    def varied(self, name: str, variant: Variant) -> Way:
-        call = self.checked()
-        made = launcher(name, variant, call)
-
-        def run() -> Any:
-            made(call.tensors)
-            return call.tensors
-
-        return run
-
     def peer(self, folder: str) -> Way:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -178,16 +149,9 @@ class Row:
         return "" if worst < limit and (loose or off < 2e-5) else f"out off by {worst:.1e}, lse by {off:.1e}"
 
 
-def warm(given: Any) -> str:
+def warm(given: str | Case) -> str:
+    """Compiles the kernels of a row or a case into Triton's cache, without a launch."""
     try:
-        if isinstance(given, tuple):
-            row, way = given
-            call = Row(row, empty=True).checked()
-            made = launcher(way, ways_of(row)[way], call)
-            all_given = made.arguments(call.tensors, Workspaces(call.out.device)) | made.decode.constants
-            function = made.decode.function
-            function.warmup(grid=(1,), **{n: all_given[n] for n in function.arg_names}, **made.decode.options)
-            return ""
         call = (
             Row(given, empty=True).checked() if isinstance(given, str) else make(given, "cuda").checked(return_lse=True)
         )
@@ -218,8 +182,6 @@ def check(cases: list[Case]) -> list[str]:
 def time_row(name: str, peers: str, budget: float) -> dict[str, Any]:
     row = Row(name)
     ways: dict[str, Callable[[], Way]] = {OWN: row.own}
-    for way, variant in ways_of(name).items():
-        ways[way] = lambda way=way, variant=variant: row.varied(way, variant)
     if peers and row.cache != "bf16":
         ways[PEER] = lambda: row.peer(peers)
     runs: dict[str, Way] = {}
@@ -233,9 +195,7 @@ def time_row(name: str, peers: str, budget: float) -> dict[str, Any]:
             runs[way]()
             torch.cuda.synchronize()
             for got in (kept[0], kept[-1]):
-                if not ways_of(name).get(way, Variant()).right:
-                    text = ""
-                elif way != PEER:
+                if way == OWN:
                     text = row.wrong(got.out, got.lse, loose=False)
                 else:
                     text = row.wrong(
@@ -282,8 +242,7 @@ def main() -> None:
         sys.exit(bool(check(cases)))
     names = [name for name in ROWS if args.part in ("", "fp8" if "fp8" in name else "16 bits")]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        varied = [(name, way) for name in names for way in ways_of(name)]
-        for text in pool.map(warm, [*names, *varied, *cases]):
+        for text in pool.map(warm, [*names, *cases]):
             if text:
                 print("not compiled:", text, flush=True)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import runpy
@@ -195,6 +196,51 @@ def test_what_scripts_import_exists():
             if (error.name or "").startswith("tilewise"):  # others are packages that are not here
                 missing.append((file, module, name))
     assert missing == []
+
+
+# Packages of other projects that scripts import and that need not be installed here.
+OTHERS = {"openai", "openvino", "peers_load", "triton", "vllm"}
+
+
+def unresolved(file: Path, text: str) -> list[str]:
+    """What a script imports that is nowhere: modules and names, without those of tilewise, by their text alone."""
+    folders = [file.parent, *(ROOT / name for name in ("benchmarks/h200", "examples", "tools", "tests/helpers"))]
+    folders.append(ROOT / "tests" / "backends" / "triton")
+    missing = []
+    for node in ast.walk(ast.parse(text)):
+        wanted: list[tuple[str, list[str]]] = []
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            wanted = [(str(node.module), [alias.name for alias in node.names])]
+        for module, names in wanted:
+            top = module.partition(".")[0]
+            if top in sys.stdlib_module_names or top in OTHERS or top == "tilewise":
+                continue
+            found = [folder / top for folder in folders if (folder / top).is_dir()]
+            found += [folder / f"{top}.py" for folder in folders if (folder / f"{top}.py").exists()]
+            if found and found[0].suffix:
+                defined = names_in(found[0])
+                missing += [f"{module}.{name}" for name in names if name not in defined]
+            elif not found and importlib.util.find_spec(top) is None:
+                missing.append(module)
+    return missing
+
+
+def names_in(file: Path) -> set[str]:
+    """The names that a module has."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    imported = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return names | {alias.asname or alias.name for node in imported for alias in node.names}
+
+
+def test_modules_that_scripts_import_exist():
+    missing = {str(file.relative_to(ROOT)): unresolved(file, file.read_text(encoding="utf-8")) for file in SCRIPTS}
+    assert {file: names for file, names in missing.items() if names} == {}
+    wrong = "from latent_variants import Variant\nfrom timing import seconds, minutes\nimport timing, nowhere\n"
+    assert unresolved(ROOT / "benchmarks/h200/sparse.py", wrong) == ["latent_variants", "timing.minutes", "nowhere"]
 
 
 def test_records_are_compact():
