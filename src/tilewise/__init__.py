@@ -10,6 +10,7 @@ from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
 from .autograd import AttentionGradients, attention_backward
 from .compat import discovery
+from .core.dropout import dropout_mask
 from .core.lazy import modules
 from .core.plan import Plan
 from .core.tile_map import TileMap
@@ -37,6 +38,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "counters",
+    "dropout_mask",
     "merge",
     "paged_attention",
     "plan",

@@ -14,6 +14,7 @@ import torch
 from . import autograd, derivative_ops, differentiation, ops  # noqa: F401
 from .core import cost, keywords
 from .core.arrays import returner
+from .core.dropout import with_seed
 from .core.eager import eager_function
 from .core.expression import mods
 from .core.options import Array, Options
@@ -81,6 +82,10 @@ def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array |
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, likewise: True where the query may see the key.
         key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the only keys that each query may see (sparse attention),
             in any order, each once; -1 is none. Other rules may hide more.
+        dropout_p: the probability that a weight is dropped, after the softmax; the others are divided by
+            `1 - dropout_p`. A multiple of 2**-16: others are rounded. `lse` is that without dropout.
+        dropout_seed: decides, with batch row, head and the positions of query and key, which weights are dropped: an
+            int or an int64 tensor of one element. Default: drawn from torch's generator. See `tilewise.dropout_mask`.
         k_shared: as `k`, with one head: the last columns of the keys, which all heads share (the rope part of expanded
             latent attention). A key of head `h` is `[k[h], k_shared]`, as wide as `q`.
         block_indices: int32 `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: likewise blocks of `block_size` keys,
@@ -259,7 +264,7 @@ def plan(
         "context_lens": context_lens,
     }
     _check_plannable({"q": q, "k": k, "v": v, **tables, **options})
-    options = _with_bound_mods(options, q)
+    options = with_seed(_with_bound_mods(options, q), calls.device_of(q))
     grads = autograd.needed({"q": q, "k": k, "v": v, **options})
     if grads and options.get("k_shared") is not None:
         k = calls.joined(k, options.pop("k_shared"), options.get("layout"))
@@ -330,6 +335,8 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     key, traced = None, is_traced()
     if "score_mod" in options or "mask_mod" in options:
         options = _with_bound_mods(options, args[0])
+    if "dropout_p" in options or "dropout_seed" in options:
+        options = with_seed(options, calls.device_of(args[0]))
     if not traced:
         key = call_cache.key_of(name, args, options)
         if (cached := call_cache.find(key)) is not None:

@@ -13,6 +13,7 @@ import torch
 
 from .core import keywords
 from .core.arrays import returner, to_tensor
+from .core.dropout import with_seed
 from .core.expression.mods import Bound, bind
 from .core.options import Options
 from .core.plan import Plan
@@ -104,6 +105,9 @@ def attention_backward(
     functions = options.pop("score_mod", None), options.pop("mask_mod", None)
     bound = None if functions == (None, None) else bind(*functions, calls.device_of(q))
     options |= {} if bound is None else {"score_mod": bound}
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        raise InvalidArgument("dropout_seed", "None", "the seed of the forward call", "give it to both")
+    options = with_seed(options, calls.device_of(q))
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
     from . import ops  # it imports this module

@@ -45,7 +45,9 @@ from .vmap import batched
 # after the first release, new arguments come last.
 BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
 FLAGS = ("causal", "allow_tf32", "deterministic")
-ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
+ONLY_TENSORS = (
+    "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices dropout_seed".split()
+)
 MOST_CAPTURED = 8  # tensors that functions of the user may capture: an operator names each argument
 CAPTURES = tuple(f"{CAPTURED}{number}" for number in range(MOST_CAPTURED))
 FLOAT_OPTIONS = (
@@ -57,7 +59,8 @@ TENSOR_OPTIONS = (*FLOAT_OPTIONS, "k_scales", "v_scales")
 TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be tensors
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
-    float? softcap=None, str? mods=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
+    float? softcap=None, str? mods=None, float? dropout_p=None, bool allow_tf32=False,
+    bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {**autograd.TABLES, "paged_attention": ("block_table", "context_lens")}
 OPTIONAL_TENSORS = {

@@ -5,7 +5,7 @@ For one sequence, head h, query i at position `qpos`, key j at position `kpos`:
     s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + q_bias + k_bias;  + mask;  score_mod
     -inf where (i, j) is not visible
     p = softmax(s), with one more logit, the sink, that has no value
-    out = p v;  lse = log(sum exp(s))
+    out = dropout(p) v;  lse = log(sum exp(s))
 
 A row that sees no key gives out = 0 and lse = -inf (or its sink). Values under hidden cells have no effect. A sink of
 -inf is no sink; one of +inf takes all weight: out = 0, lse = +inf.
@@ -35,6 +35,7 @@ class Scores:
     visible: torch.Tensor  # bool [H, Lq, Lk]
     out: torch.Tensor  # [H, Lq, Dv]
     lse: torch.Tensor  # [H, Lq]
+    weights: torch.Tensor  # [H, Lq, Lk]: probs after dropout
 
 
 def visible_cells(seq: Sequence) -> torch.Tensor:
@@ -117,8 +118,9 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     lse = _LogSum.apply(logits)
     lse = torch.where(constant[..., 0], torch.where(taken[..., 0], torch.inf, -torch.inf), lse)
     probs = torch.where(visible & ~constant, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
-    out = _Weighted.apply(probs, v, visible)
-    return Scores(s, probs, visible, out, lse)
+    weights = seq.dropped(probs, slice(0, seq.q_len), slice(0, seq.kv_len))
+    out = _Weighted.apply(weights, v, visible)
+    return Scores(s, probs, visible, out, lse, weights)
 
 
 def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,11 @@ def _as_batch(
         return None
     own = {name for name, dim in mapped.items() if name not in ASKED and dim is not None}
     own |= {name for name, dim in zip(moved, their_dims, strict=True) if dim is not None} | set(grads)
-    if any(name == "sinks" or name.startswith(CAPTURED) for name in own) or _by_row(options):
+    if (
+        any(name == "sinks" or name.startswith(CAPTURED) for name in own)
+        or _by_row(options)
+        or options.get("dropout_p")
+    ):
         return None
     q_dim = mapped["q"]
     batch = given["q"].shape[0 if q_dim is None else int(q_dim == 0)]

@@ -88,6 +88,8 @@ OPTIONS = {
     "score_mod": [*SCORE_MODS, lambda s, b, h, q, k: torch.erfinv(s), 3, None],
     "mask_mod": [lambda b, h, q, k: q >= k, lambda b, h, q, k: SLOPES[h] > 0.5, lambda b, h, q, k: q.float(), None],
     "sinks": [draw(6), draw(6, seed=4), draw(12)[::2], draw(6).half(), 4, None],
+    "dropout_p": [0.0, 0, 1.0, True, 1.5, None],  # 0.5 draws a seed each time: see test_dropout.py
+    "dropout_seed": [7, True, torch.tensor(7), "7", None],
     "kv_lengths": [ints(4, 3), ints(0, 4), torch.tensor([4, 3]), ints(4, 99), ints(-1, 2), ints(4), None],
     "key_indices": [
         *(INDICES, INDICES.flip(1), INDICES.long(), INDICES[:, None], INDICES[:, None].repeat(1, 6, 1, 1)),

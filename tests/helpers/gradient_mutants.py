@@ -85,6 +85,12 @@ MUTANTS = [
         ("dK accumulated in q's dtype", "dtype"),
         ("P rounded to bfloat16 for float32",),
         ("dS rounded to bfloat16 for float32",),
+        ("dropout left out of dV", "dropout"),
+        ("dropout left out of dP", "dropout"),
+        ("dropout without its scale in dV", "dropout"),
+        ("dropout without its scale in dP", "dropout"),
+        ("dropout of the next head in dP", "dropout"),
+        ("dropout after delta", "dropout"),
         ("one TF32 pass for dQ in float32",),
     )
 ]
@@ -165,6 +171,16 @@ def run(p, b, wrong):
         exponent = scores - lse[..., None]
         probs_all = (exponent * math.log(2) if wrong == "P in base 2" else exponent).exp()
         dp = dout @ v.mT
+        whole = slice(0, seq.q_len), slice(0, seq.kv_len)
+        dropped = seq.dropped(torch.ones_like(dp), *whole)
+        of_p, of_dp = dropped, dropped
+        if wrong.startswith("dropout"):
+            plain = {"left": torch.ones_like(dp), "without": (dropped != 0).double(), "of": dropped.roll(1, 0)}
+            other = plain.get(wrong.split()[1], dropped)
+            of_p, of_dp = (other if wrong.endswith("dV") else dropped), (other if wrong.endswith("dP") else dropped)
+        dp = dp * of_dp
+        if wrong == "dropout after delta":
+            dp = (dp - delta[..., None]) * dropped + delta[..., None]
 
         def weights(cells, probs_all=probs_all, dp=dp, delta=delta):
             if wrong == "hidden cells are not selected":
@@ -236,7 +252,7 @@ def run(p, b, wrong):
         scale = 1 if wrong == "scale left out of dK" else p.scale
         narrow = p.q_dtype if wrong == "dK accumulated in q's dtype" else None
         dk = scale * grouped(p, tiled(ds_keys.mT, q0, narrow), wrong, "dK")
-        dv = grouped(p, probs.mT @ dout, wrong, "dV")
+        dv = grouped(p, (probs * of_p).mT @ dout, wrong, "dV")
         for gradient, x in ((b.dk, dk), (b.dv, dv)):
             if gradient is not None:
                 gradient[kv_row, :, keys] = x.to(gradient.dtype)

@@ -8,6 +8,7 @@ import torch
 
 from problem_space import changed
 from tilewise.backends import reference as honest
+from tilewise.core.dropout import kept_scale
 from tilewise.core.mask_rules import near
 from tilewise.core.problem import Problem
 from tilewise.core.tensors import Sequence, Tensors, sequences
@@ -262,6 +263,57 @@ def _(p, t):
 @reads("k_bias read one key late", "k_bias")
 def _(p, t):
     return replace(t, k_bias=None if t.k_bias is None else t.k_bias.roll(1, -1))
+
+
+def weighed(seq, r, **places):
+    """The output with dropout of other places."""
+    whole = slice(0, seq.q_len), slice(0, seq.kv_len)
+    kept = replace(seq, **places).dropped(torch.ones_like(r.probs), *whole)
+    return (r.probs * kept) @ values(seq), r.lse
+
+
+@softmaxes("dropout ignored", "dropout")
+def _(seq, r):
+    return r.probs @ values(seq), r.lse
+
+
+@softmaxes("dropout without 1 / (1 - p)", "dropout")
+def _(seq, r):
+    return (r.probs * (r.weights != 0)) @ values(seq), r.lse
+
+
+@softmaxes("dropout before the softmax", "dropout")
+def _(seq, r):
+    kept = seq.kept(slice(0, seq.q_len), slice(0, seq.kv_len))
+    return rescored(seq, r.scores, r.visible & kept)
+
+
+@softmaxes("dropout by the first batch row's numbers", "dropout")
+def _(seq, r):
+    return weighed(seq, r, b=0)
+
+
+@softmaxes("dropout by KV heads", "dropout", "Hkv")
+def _(seq, r):
+    p = seq.problem
+    kept = seq.kept(slice(0, seq.q_len), slice(0, seq.kv_len))[: p.kv_heads].repeat_interleave(p.group, 0)
+    return (r.probs * kept * kept_scale(p.dropout_p)) @ values(seq), r.lse
+
+
+@softmaxes("dropout by row numbers", "dropout")
+def _(seq, r):
+    return weighed(seq, r, q_offset=0)
+
+
+@softmaxes("dropout by key numbers", "dropout", "k_stride")
+def _(seq, r):
+    _, _, q_stride = seq.places
+    return weighed(seq, r, rules=replace(seq.rules, places=(0, 1, q_stride)))
+
+
+@softmaxes("dropout of a seed's low half", "dropout")
+def _(seq, r):
+    return weighed(seq, r, tensors=replace(seq.tensors, dropout_seed=seq.tensors.dropout_seed & 0xFFFFFFFF))
 
 
 @reads("sinks dropped", "sinks")

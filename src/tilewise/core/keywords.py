@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "return_attn_probs": ("return_lse",),
     "return_attn_weights": ("return_lse",),
     "tensor_layout": ("layout",),
+    "dropout": ("dropout_p",),
     "num_splits": ("split_size",),
 }
 # What else to know of a name that was probably meant.
@@ -63,8 +64,6 @@ ENTRY_POINTS = {
     "mesh": "tilewise.distributed.attention and tilewise.distributed.plan take it",
 }
 NOT_NEEDED = {
-    "dropout_p": "there is no dropout: leave it out",
-    "dropout": "there is no dropout: leave it out",
     "enable_gqa": "leave it out: fewer heads in k and v than in q are enough",
     "deterministic": "leave it out: every result is deterministic",
     "need_weights": "the weights are never computed: leave it out",

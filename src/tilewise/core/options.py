@@ -80,6 +80,8 @@ class Options:
     block_indices: Any = None
     block_size: Any = None
     k_shared: Any = None
+    dropout_p: Any = 0.0
+    dropout_seed: Any = None
     kv_lengths: Any = None
     layout: Any = "bhld"
     tile_map: Any = None
@@ -239,6 +241,14 @@ def as_softcap(softcap: Any) -> float:
     if value < 0:
         raise InvalidArgument("softcap", softcap, "a positive number", "None or 0.0 turns it off")
     return min(max(value, LEAST), LARGEST) if value else 0.0  # far above every score it changes nothing
+
+
+def as_dropout_p(dropout_p: Any) -> float:
+    """The probability, as a multiple of 2**-16: a cell compares a number of 16 bits with it."""
+    value = _finite("dropout_p", dropout_p)
+    if not 0 <= value <= 1:
+        raise InvalidArgument("dropout_p", dropout_p, "0.0 to 1.0")
+    return round(value * 2**16) / 2**16
 
 
 def as_flag(name: str, value: Any) -> bool:

@@ -94,6 +94,11 @@ def no_mods_by_tree(problem: Problem) -> str | None:
     return f"it has no {problem.mods.words} by positions of a tree"
 
 
+def no_dropout(problem: Problem) -> str | None:
+    """The refusal of a backend without dropout; None if the problem has none."""
+    return "it has no dropout" if problem.dropout_p else None
+
+
 def no_selection(problem: Problem) -> str | None:
     """The refusal of a backend without key and block indices; None if the problem has none."""
     s = problem.selection
@@ -172,6 +177,7 @@ class Problem:
     positions: bool = False  # a tensor has the positions of the queries and those keys
     selection: Selection | None = None
     k_shared_dim: int = 0  # the last columns of K, which are in `k_shared`, one head for all
+    dropout_p: float = 0.0
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
     return_lse: bool = False
@@ -248,6 +254,7 @@ class Problem:
             "" if self.selection is None else str(self.selection),
             "tree mask" * self.tree,
             "positions" * self.positions,
+            f"dropout {self.dropout_p:g}" * bool(self.dropout_p),
             "tile map" * (self.tile_map is not None),
             "lengths" * self.has_lengths,
             "lse" * self.return_lse,

@@ -42,6 +42,8 @@ class SharedOptions(RuleOptions, total=False):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     key_indices: Array | None
+    dropout_p: float
+    dropout_seed: Array | int | None
     tile_map: TileMap | None
     split_size: int | None
     out: Array | None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .dropout import kept_cells, kept_scale
 from .mask_rules import MaskRules, key_spans, near
 from .problem import CAPTURED, GRADS, Problem, captured_number
 from .storage import StorageFormat
@@ -36,6 +37,7 @@ class Tensors:
     places: torch.Tensor | None = None  # int32 [B, 3]: k_start, k_stride, q_stride, where they are not the same in all
     key_indices: torch.Tensor | None = None  # int32 [B, Hkv, ceil(Lq / block), n], packed [1, Hkv, T, n]; stride 0
     # where heads share them; blocks of keys if `Problem.selection.block` is over 1
+    dropout_seed: torch.Tensor | None = None  # int64 [1]
     kv_lengths: torch.Tensor | None = None  # int32 [B]; the context lengths of a paged call
     q_offset: torch.Tensor | None = None  # int32 [B]
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
@@ -236,6 +238,19 @@ class Sequence:
         j = torch.arange(cols.start, cols.stop, device=device) // block - first
         cells = blocks[:, :, j]
         return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
+
+    def kept(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [H, n, m]
+        """The cells whose weights dropout keeps; None without dropout."""
+        seed, p = self.tensors.dropout_seed, self.problem
+        if seed is None:
+            return None
+        h = torch.arange(p.heads, device=seed.device)[:, None, None]
+        return kept_cells(p.dropout_p, seed, self.b, h, *self.positions(rows, cols))
+
+    def dropped(self, weights: torch.Tensor, rows: slice, cols: slice) -> torch.Tensor:  # [H, n, m]
+        """Weights after dropout, or gradients by them."""
+        kept = self.kept(rows, cols)
+        return weights if kept is None else torch.where(kept, weights * kept_scale(self.problem.dropout_p), 0.0)
 
     def tree(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [n, m]
         """The cells that the tree mask and rules on its positions leave; None if all these keys are before the tree."""

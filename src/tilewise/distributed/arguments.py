@@ -40,6 +40,8 @@ INSTEAD = {  # the remedy for each option that is not supported
     "positions": "mask= takes this rank's rows over all keys",
     "tile_map": "mask= is classified by each call itself",
     "out": "take what is returned",
+    "dropout_p": "apply torch's dropout to the output",
+    "dropout_seed": "leave it out",
     "k_start": "positions follow from scheme= and q_offset=",
     "k_stride": "positions follow from scheme= and q_offset=",
     "q_stride": "positions follow from scheme= and q_offset=",
@@ -139,7 +141,7 @@ def prepare(
 def _supported(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a call over several ranks takes; refuses all others that are set."""
     for name, remedy in INSTEAD.items():
-        if options.get(name) is not None:
+        if options.get(name) not in (None, 0.0) if name == "dropout_p" else options.get(name) is not None:
             raise InvalidArgument(name, "one over several ranks", "none", remedy)
     if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
         from .attention import attention  # it imports this module

@@ -98,7 +98,8 @@ def _shardings(named: dict[str, Any], options: dict[str, Any]) -> list[Sharding]
     """Replicated, by batch rows, by heads."""
     q, k = named["q"], named["k"]
     head = 2 if options.get("layout") == "blhd" else 1
-    if options.get("mods") is not None:  # functions of the user are given the numbers of batch rows and heads
+    # Functions of the user are given the numbers of batch rows and heads; dropout depends on them.
+    if options.get("mods") is not None or options.get("dropout_p"):
         return [("whole", 0)]
     shardings = [("whole", 0), ("batch", 0)]
     if k.shape[head] % k.mesh.size() == 0 and q.shape[head] % k.shape[head] == 0:

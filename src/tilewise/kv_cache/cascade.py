@@ -42,6 +42,7 @@ AGAINST = (
         "key_indices",
         "block_indices",
         "split_size",
+        "dropout_p",
     ),
 )
 

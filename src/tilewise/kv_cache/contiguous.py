@@ -12,6 +12,7 @@ import torch
 from ..api import attention, paged_attention
 from ..core.arrays import returner, to_tensor
 from ..core.devices import as_device
+from ..core.dropout import with_seed
 from ..core.eager import eager
 from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
@@ -286,6 +287,7 @@ class KVCache:
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
         first, length = self.store.first.astype(np.int64), self.store.length.astype(np.int64)
+        options = with_seed(options, self.device)  # one for all runs
         offset = options.get("q_offset")
         if offset is None:
             offset = length - q_rows
@@ -299,12 +301,12 @@ class KVCache:
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         back, q = returner(q), to_tensor("q", q)
         states = []
-        functions = options.get("score_mod") is not None or options.get("mask_mod") is not None
+        absolute = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "dropout_seed"))
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):
             lengths, offsets = (torch.from_numpy(x).to(self.device, torch.int32) for x in (run.lengths, run.offsets))
             slots = min(self.capacity, rounded(int(run.lengths.max(initial=0))))
             mask = None if run.hidden is None else ring.mask_below(run.hidden, slots, self.device)
-            if functions:  # they are given positions
+            if absolute:  # they are given positions
                 start = torch.from_numpy(run.start).to(self.device, torch.int32)
                 options["k_start"], offsets = start, offsets + start
             states.append(attention(

@@ -82,7 +82,9 @@ def order_does_not_matter(
 
     This holds if rows are full (or start at slot 0) and no rule depends on positions.
     """
-    if any(options.get(name) is not None for name in ("chunk", "alibi_slopes", "score_mod", "mask_mod")):
+    if any(
+        options.get(name) is not None for name in ("chunk", "alibi_slopes", "score_mod", "mask_mod", "dropout_seed")
+    ):
         return False
     if not bool(((length - first == capacity) | (first % capacity == 0)).all()):
         return False

@@ -60,6 +60,7 @@ class Case:
         # not 0)
         "random"
     )
+    dropout: float = 0.0
     tree: str = ""  # "b" or "1": a tree mask of each sequence, or of all
     positions: bool = False  # of the tree's nodes: their depths
     tile: tuple[int, int] | None = None  # pass a tile map with these tiles

@@ -375,9 +375,24 @@ INDICES = [
     replace(_PAGED, indices="h3", block=24, Lq=50, causal=True, page=7, k="int8/64", v="int8/64"),
 ]
 
+DROPOUT = [
+    *(Case(Hkv=2, Lq=90, Lk=130, D=64, dropout=p, causal=c) for p, c in ((0.1, False), (0.6, True), (1.0, False))),
+    Case(Hkv=2, Lq=77, Lk=190, D=64, dtype="f16", causal=True, dropout=0.3, window=70, softcap=9.0, sinks=True),
+    Case(B=3, Hkv=2, Lq=70, Lk=90, dtype="bf16", alibi="bh", mask="hqk", mask_kind="f32", dropout=0.2, layout="blhd"),
+    Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, lengths=(700, 33, 512), split_size=64, dropout=0.4),
+    Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, offset="rows", dropout=0.3, q_bias="bh", k_bias="1h"),
+    Case(Lq=50, Lk=70, k_start=3, k_stride=4, q_stride=3, offset=-9, causal=True, dropout=0.5),
+    Case(B=3, Hkv=2, Lq=9, Lk=90, k_start="rows", k_stride="rows", indices="h24", dropout=0.3),
+    Case(Hkv=2, Lq=70, Lk=90, D=40, Dv=72, indices="6", block=8, dropout=0.3, k_start=5),
+    Case(Lq=40, Lk=90, tree="b", dropout=0.3, dtype="f16"),
+    Case(form="varlen", Hkv=2, q_lengths=(70, 1, 0, 33), lengths=(70, 90, 9, 33), causal=True, dropout=0.3),
+    replace(_PAGED, dropout=0.5),
+    replace(_PAGED, q_lengths=(1, 5, 33, 20), causal=True, page=5, k="int8/64", v="int8/64", dropout=0.3),
+]
+
 CASES = [
     *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *TREES, *SHARED, *MASKS, *DECODE, *VARLEN, *PAGED,
-    *QUANTISED, *LATENT, *STRIDES, *INDICES,
+    *QUANTISED, *LATENT, *STRIDES, *INDICES, *DROPOUT,
 ]  # fmt: skip
 CASES += [
     Case(

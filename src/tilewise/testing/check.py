@@ -36,7 +36,7 @@ def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
     values = seq.values(0, seq.kv_len, torch.float32).repeat_interleave(p.group, 0)
     if p.q_dtype != torch.float32:
         values = values.to(p.q_dtype).float()
-    out = selected(result.probs.to(p.q_dtype).float(), values, result.visible)
+    out = selected(result.weights.to(p.q_dtype).float(), values, result.visible)
     return out.to(p.q_dtype), result
 
 

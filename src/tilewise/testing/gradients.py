@@ -189,8 +189,8 @@ def same_formula(problem: Problem, tensors: BackwardTensors, *, sizes: bool = Fa
     """The gradients as torch computes them in q's dtype: scores and sums in float32, the weights P and dS rounded.
     With `sizes`, the sums of the absolute values of all terms.
 
-    P = exp(s - lse);  dP = dout v;  dS = P (dP - delta), delta = dout.out - dlse;  through softcap and scale:
-    dQ = dS K, dK = dS Q, dV = P dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|;
+    P = exp(s - lse);  dP = dropout(dout v);  dS = P (dP - delta), delta = dout.out - dlse;  through softcap and scale:
+    dQ = dS K, dK = dS Q, dV = dropout(P) dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|;
     biases: sums of dS over keys or queries
     """
     p, t = problem, tensors.forward
@@ -226,6 +226,8 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
     delta = (dout * out).sum(-1) - torch.where(live, dlse, 0.0)
     probs = torch.where(r.visible & live[..., None], (r.scores - lse[..., None]).exp(), 0.0)
     dp = dout @ v.mT
+    whole = slice(0, seq.q_len), slice(0, seq.kv_len)
+    dp = seq.dropped(dp, *whole)
     ds = probs * (dp + delta[..., None] if sizes else dp - delta[..., None])  # [H, Lq, Lk]
     if "sinks" in total:
         assert seq.tensors.sinks is not None
@@ -248,4 +250,4 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
     if "k" in total:
         total["k"][kv_row, :, keys] += p.scale * (rounded(ds).mT @ q).unflatten(0, group).sum(1)
     if "v" in total:
-        total["v"][kv_row, :, keys] += (rounded(probs).mT @ dout).unflatten(0, group).sum(1)
+        total["v"][kv_row, :, keys] += (rounded(seq.dropped(probs, *whole)).mT @ dout).unflatten(0, group).sum(1)

@@ -94,6 +94,8 @@ class Maker(Tensors):
             options["tree_mask"] = tree.to(self.device)
             if c.positions:
                 options["positions"] = self.positions(tree, batch)
+        if c.dropout:
+            options |= {"dropout_p": c.dropout, "dropout_seed": 2**40 + 17}
         if c.tile:
             options["tile_map"] = self.tile_map(options)
         if c.indices:

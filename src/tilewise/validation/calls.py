@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.arrays import to_tensor
+from ..core.dropout import as_seed
 from ..core.expression.mods import Mods, bind
 from ..core.expression.spans import split
 from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
@@ -20,6 +21,7 @@ from ..core.options import (
     PLACES,
     Options,
     as_block_size,
+    as_dropout_p,
     as_flag,
     as_offset,
     as_places,
@@ -128,6 +130,8 @@ def _checked(
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
+    if dropout_p := as_dropout_p(o.dropout_p):
+        t.dropout_seed = as_seed(o.dropout_seed, c.device).reshape(1)
     o, mods = _functions(c, t, o)
     out, lse = _outputs(c, t, o, cv.width)
     as_flag("deterministic", o.deterministic)  # used by the backward pass; a wrong value is refused here already
@@ -169,6 +173,7 @@ def _checked(
         positions=t.positions is not None,
         selection=selection,
         k_shared_dim=shared,
+        dropout_p=dropout_p,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
         return_lse=lse is not None,

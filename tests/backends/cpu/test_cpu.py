@@ -34,6 +34,7 @@ def _threads():
 
 class TestCpu(LatentRows):
     backend = "cpu"
+    refused = ("dropout",)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 @needs_simulator
 class TestMetal(Conformance):
     backend = "metal"
-    refused = ("indices", "k_start", "k_stride", "q_stride", "q_bias", "k_bias", "tree")
+    refused = ("indices", "k_start", "k_stride", "q_stride", "q_bias", "k_bias", "tree", "dropout")
 
     @pytest.fixture(autouse=True)
     def simulated(self):

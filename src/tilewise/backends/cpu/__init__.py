@@ -22,6 +22,7 @@ from ...core.problem import (
     WriteProblem,
     family_of,
     no_alibi_by_tree,
+    no_dropout,
     no_mods_by_tree,
     other_formats,
 )
@@ -35,7 +36,7 @@ def supports(problem: Problem | WriteProblem) -> str | None:
 
     if (reason := other_formats(problem, STORED)) is not None or isinstance(problem, WriteProblem):
         return reason
-    return no_alibi_by_tree(problem) or no_mods_by_tree(problem)
+    return no_alibi_by_tree(problem) or no_mods_by_tree(problem) or no_dropout(problem)
 
 
 supports_write = supports

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.plan import Deferred, OtherDevice, Plan, Unproven
-from ...core.problem import Problem, no_bias_or_tree, no_mods, no_selection
+from ...core.problem import Problem, no_bias_or_tree, no_dropout, no_mods, no_selection
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu import coverage, facts
 from ..gpu.target import target_of
@@ -39,7 +39,7 @@ def supports_backward(problem: Problem) -> str | None:
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_bias_or_tree(problem) or no_mods(problem)
+    return no_bias_or_tree(problem) or no_mods(problem) or no_dropout(problem)
 
 
 def declines(problem: Problem) -> str | None:

@@ -10,7 +10,7 @@ import platform
 import torch
 
 from ...core.plan import Plan, Unproven
-from ...core.problem import Problem, family_of, no_bias_or_tree, no_mods, no_selection, other_formats
+from ...core.problem import Problem, family_of, no_bias_or_tree, no_dropout, no_mods, no_selection, other_formats
 from ...core.tensors import Tensors
 from . import config, device
 from .device import machines as machines
@@ -32,7 +32,7 @@ def unserved(problem: Problem) -> str | None:
         return "no k_start or strides of positions"
     if reach > MOST:
         return "positions past 2**30"
-    return no_bias_or_tree(p) or no_selection(p) or no_mods(p) or other_formats(p, KINDS)
+    return no_bias_or_tree(p) or no_selection(p) or no_mods(p) or no_dropout(p) or other_formats(p, KINDS)
 
 
 def family(problem: Problem) -> str:

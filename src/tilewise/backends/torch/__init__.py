@@ -105,6 +105,7 @@ def _normalised(
         alpha = (m - base).exp()
         prob = (s - base[..., None]).exp()
         l = l * alpha + prob.sum(-1)
+        prob = seq.dropped(prob, rows, cols)
         acc = acc * alpha[..., None] + weighted_sum(prob if downscale == 1 else prob * downscale, v, visible)
         m = top
 

@@ -2,8 +2,8 @@
 
 For each sequence and each tile of BK keys it iterates over the tiles of BQ rows that see any of them, recomputing P:
 
-    P = exp(s - lse)                     dV += P^T dout
-    dS = P * (dout V^T - delta)          dK += scale dS^T Q        dQ += scale dS K
+    P = exp(s - lse)                          dV += dropout(P)^T dout
+    dS = P * (dropout(dout V^T) - delta)      dK += scale dS^T Q        dQ += scale dS K
 
 with delta = rowsum(dout * out) - dlse, and dS through the softcap's derivative before the last two. The gradient of a
 mask is dS, that of a bias its sum over keys or queries, that of a sink -exp(sink - lse) delta, that of a slope
@@ -153,10 +153,11 @@ class _Rows:
         s, visible = with_mods(seq, given, visible, rows, cols)
         probs = torch.where(live if visible is None else visible & live, (s - self.lse[:, rows, None]).exp(), 0.0)
         if b.dv is not None:
-            dv += grouped(probs).mT @ dout
+            dv += grouped(seq.dropped(probs, rows, cols)).mT @ dout
         if set(p.grads) <= {"v", "sinks"}:
             return
-        ds = probs * ((dout @ v.mT).view(p.heads, n, -1) - self.delta[:, rows, None])
+        dp = seq.dropped((dout @ v.mT).view(p.heads, n, -1), rows, cols)
+        ds = probs * (dp - self.delta[:, rows, None])
         ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may be NaN under a hidden cell
         if p.mods is not None and p.mods.score is not None:
             ds = self.through_score_mod(ds, given, visible, rows, cols)

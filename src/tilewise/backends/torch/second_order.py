@@ -14,6 +14,8 @@ Phi is sum dS s' + sum P G' - delta P_sink sink', so by s' it has the gradient d
 Both go through score_mod (whose slope depends on s), the masks' sums, softcap (likewise) and scale to
 
     dQ = E K + dS K'    dK = E^T Q + dS^T Q'    dV = (P (s' - lse'))^T dout
+
+With dropout, G and G' are those of the kept cells, as is P in dV.
 """
 
 from __future__ import annotations
@@ -129,17 +131,20 @@ class _SecondOrder:
     def _by_scores(self, given: _Incoming, keys: Keys, c: Cells, dv: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradients by what score_mod was given and by its tangent; adds to those of values."""
         moved_s = c.moved - given.lse[..., None]
-        by_moved = ((given.dout @ keys.v.mT).view(c.prob.shape) - given.delta[..., None]).mul_(c.prob)  # dS
+        seq, place = self.own.seq, (given.rows, c.cols)
+        by_weight = seq.dropped((given.dout @ keys.v.mT).view(c.prob.shape), *place)
+        by_moved = (by_weight - given.delta[..., None]).mul_(c.prob)  # dS
         by_s = by_moved * moved_s
         if keys.moved_v is None:
             by_s -= c.prob * given.kappa[..., None]
         else:
-            by_s += ((given.dout @ keys.moved_v.mT).view(c.prob.shape) - given.kappa[..., None]).mul_(c.prob)
+            by_moved_v = seq.dropped((given.dout @ keys.moved_v.mT).view(c.prob.shape), *place)
+            by_s += (by_moved_v - given.kappa[..., None]).mul_(c.prob)
         if c.visible is not None and not keys.finite:  # v may be NaN under a hidden cell
             by_s, by_moved = (torch.where(c.visible, x, 0.0) for x in (by_s, by_moved))
         if dv is not None:
-            dv[:, c.cols] += self.own.grouped(moved_s.mul_(c.prob)).mT @ given.dout
-        mods = self.own.seq.problem.mods
+            dv[:, c.cols] += self.own.grouped(seq.dropped(moved_s.mul_(c.prob), *place)).mT @ given.dout
+        mods = seq.problem.mods
         if mods is not None and mods.score is not None:
             return self._through_score_mod(given.rows, c, by_s, by_moved)
         return by_s, by_moved

@@ -7,7 +7,7 @@ a derivative in the direction:
     lse' = sum P s' + P_sink sink'
     out' = sum P s' v + sum P v' - lse' out
 
-`second_order.py` differentiates that once more.
+with P after dropout in the last line. `second_order.py` differentiates that once more.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def _move(own: Rows, rows: slice) -> tuple[Tensor, Tensor]:
         for weights, v in ((weighted, keys.v), (c.prob, keys.moved_v)):
             if v is None:
                 continue
+            weights = own.seq.dropped(weights, rows, c.cols)
             if c.visible is None or keys.finite:
                 out.baddbmm_(own.grouped(weights), v)
             else:
