@@ -52,7 +52,7 @@ def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array |
     """Attention of queries over keys and values: prefill, decode, and anything between.
 
     Args:
-        q: `[B, H, Lq, D]`, float32, float16 or bfloat16.
+        q: `[B, H, Lq, D]`, float32, float16 or bfloat16. float64, for `gradcheck`, is computed by plain torch.
         k: `[B, Hkv, Lk, D]`; `H` is a multiple of `Hkv`. No wider than `q`; may be `Quantised`.
         v: `[B, Hkv, Lk, Dv]`; likewise.
         scale: multiplies `q k`, in float32. Default `D ** -0.5`.

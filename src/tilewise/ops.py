@@ -215,7 +215,7 @@ def _shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty `out` and `lse` of a call, for tracers."""
     width = v.shape[-1] if v_stored is None else storage.parse(v_stored).width(v.shape[-1])
-    return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=storage.wide_dtype(q.dtype))
 
 
 def _define(name: str) -> None:

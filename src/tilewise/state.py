@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .core.arrays import returner, to_tensor
+from .core.storage import wide_dtype
 from .dispatch import planner
 from .errors import InvalidArgument
 
@@ -17,7 +18,8 @@ class AttentionState(NamedTuple):
 
     Args:
         out: `[..., Dv]`, normalised over these keys.
-        lse: `[...]`, float32: natural log of the sum of the exponentials of the scores; `-inf` where no key is visible.
+        lse: `[...]`, float32 (of a float64 call float64): natural log of the sum of the exponentials of the scores;
+            `-inf` where no key is visible.
     """
 
     out: torch.Tensor
@@ -27,8 +29,9 @@ class AttentionState(NamedTuple):
 def merge(states: Sequence[AttentionState]) -> AttentionState:
     """Merges attention over disjoint sets of keys into attention over their union.
 
-    The result is exact up to float32 rounding. An empty state (`lse = -inf`) is ignored, whatever its `out` holds;
-    where all states but one are empty, the result is that one, bit for bit. It has the dtype of the first state.
+    The result is exact up to float32 rounding (of float64 states float64). An empty state (`lse = -inf`) is ignored,
+    whatever its `out` holds; where all states but one are empty, the result is that one, bit for bit. It has the dtype
+    of the first state.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
@@ -38,7 +41,7 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     """
     states, back = _checked(states)
     out = states[0].out
-    merged = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=torch.float32))
+    merged = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=wide_dtype(out.dtype)))
     merge_into(states, merged)
     return AttentionState(back(merged.out), back(merged.lse))
 
@@ -47,31 +50,34 @@ def merge_into(states: Sequence[AttentionState], merged: AttentionState) -> None
     """Writes what `merge` returns; `merged` may be the first state."""
     if planner.merge_into([out for out, _ in states], [lse for _, lse in states], *merged):
         return
-    top = states[0].lse.float()
+    wide = wide_dtype(merged.out.dtype)
+    top = states[0].lse.to(wide)
     for _, lse in states[1:]:
-        top = torch.maximum(top, lse.float())
+        top = torch.maximum(top, lse.to(wide))
     base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
     taken = base == torch.inf  # a sink of +inf has taken all weight
     # [...], 1 for the largest
-    weights = [torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp()) for _, lse in states]
+    weights = [torch.where(taken & (lse == torch.inf), 1.0, (lse.to(wide) - base).exp()) for _, lse in states]
     total = torch.stack(weights).sum(0)
     total = torch.where(total == 0, 1.0, total)
-    mixed = torch.zeros_like(merged.out, dtype=torch.float32)
+    mixed = torch.zeros_like(merged.out, dtype=wide)
     for (out, _), weight in zip(states, weights, strict=True):  # shares that add up to 1: no sum of large values
         share = (weight / total)[..., None]
-        mixed += torch.where(share == 0, 0.0, out.float() * share)
+        mixed += torch.where(share == 0, 0.0, out.to(wide) * share)
     merged.out.copy_(mixed)
     merged.lse.copy_(top + total.log())
 
 
 def add_into(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Writes the sum of tensors of one shape, added in float32 and in their order; `total` may be the first."""
+    """Writes the sum of tensors of one shape, added in order and in float32, or float64 if they are; `total` may be the
+    first.
+    """
     if len(parts) == 1:
         total.copy_(parts[0])
         return
     if planner.merge_into(parts, (), total, None):
         return
-    exact = parts[0].to(torch.float32, copy=True)
+    exact = parts[0].to(wide_dtype(parts[0].dtype), copy=True)
     for part in parts[1:]:
         exact += part
     total.copy_(exact)

@@ -65,7 +65,8 @@ BLOCK_MASK = create_block_mask(lambda b, h, i, j: j <= i, None, None, 128, 128, 
 DENSE = [
     # (argument that the message names, changed arguments, a part of the message)
     ("q", {"q": randn(H, Lq, D)}, "rank 4"),
-    ("q", {"q": randn(B, H, Lq, D).double()}, "float64"),
+    ("q", {"q": randn(B, H, Lq, D).to(torch.complex64)}, "complex64"),
+    ("k", {"k": randn(B, Hkv, Lk, D).double()}, "float64"),
     ("q", {"q": randn(B, H, Lq, D).to(torch.int32)}, "float32, float16 or bfloat16"),
     ("q", {"q": randn(B, H, Lq, 577), "k": randn(B, Hkv, Lk, 577)}, "1 to 576"),
     ("q", {"q": randn(B, H, Lq, 0)}, "1 to 576"),

@@ -132,6 +132,8 @@ def test_what_attention_refuses_and_machines_that_are_none():
     for mesh in (3, 64):
         with pytest.raises(InvalidArgument, match=f"q: got 32 heads, expected a multiple of {mesh}"):
             plan(*meta(64), mesh=mesh, scheme="ulysses")
+    with pytest.raises(InvalidArgument, match=r"q: got torch\.float64"):
+        plan(*(x.double() for x in meta(64)), mesh=4)
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     wrong = [("kv_lengths", lengths), ("machine", 3), ("backward", 1), ("return_lse", 1), ("scheme", "circle")]
     for name, value in wrong:

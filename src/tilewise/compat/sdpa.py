@@ -1,7 +1,8 @@
 """torch's `scaled_dot_product_attention`, served by tilewise.
 
-float64 and head dims over 576, for which tilewise has no kernels, go to torch's own function; `why_torch` says so.
-Other calls that tilewise cannot serve raise an error or, with `install(fallback=True)`, go to torch.
+float64, which torch computes faster, and head dims over 576, for which tilewise has no kernels, go to torch's own
+function; `why_torch` says so. Other calls that tilewise cannot serve raise an error or, with `install(fallback=True)`,
+go to torch.
 
 >>> import torch.nn.functional as F
 >>> from tilewise.compat import sdpa
@@ -145,10 +146,10 @@ def why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest
     """Why torch's own function would serve this call, as a short text; None if tilewise serves or refuses it.
 
     >>> why_torch(*[torch.zeros(1, 1, 2, 8, dtype=torch.float64)] * 3)
-    'float64: tilewise computes in float32'
+    'float64: torch computes it faster'
     """
     if query.dtype is torch.float64:
-        return "float64: tilewise computes in float32"
+        return "float64: torch computes it faster"
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
         return f"head dims over {MAX_HEAD_DIM}"
     return None

@@ -64,7 +64,9 @@ class Selection:
 
 
 def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> str | None:
-    """The refusal of a backend that serves only these formats of K and V; None if they suffice."""
+    """The refusal of a backend that serves only these formats of K and V, and no float64; None if they suffice."""
+    if isinstance(problem, Problem) and problem.q_dtype == torch.float64:
+        return "it has no float64"
     stored = (("k", problem.k_format), ("v", problem.v_format))
     other = [f"{name} in {fmt}" for name, fmt in stored if fmt.name not in served]
     return f"it has no {' and no '.join(other)}" if other else None

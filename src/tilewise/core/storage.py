@@ -193,6 +193,11 @@ class LatentFormat(StorageFormat):
         return torch.cat([latent, rest.to(to)], -1)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of `lse` and of biases, slopes and sinks in a call whose q has this one."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def latent_parts(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a latent row's parts: float8 `[..., 512]`, scales float32 `[..., 4]`, bfloat16 `[..., rest]`."""
     end = LATENT + LATENT_SCALES
@@ -216,7 +221,8 @@ FORMATS: dict[str, StorageFormat] = {
     )
 }
 FLOATS = {name: entry.dtype for name, entry in FORMATS.items() if not entry.is_quantised}
-PLAIN = {entry.dtype: entry for entry in FORMATS.values() if not entry.is_quantised}
+FLOAT64 = StorageFormat("f64", torch.float64, 64)  # of calls that are computed in float64; no cache stores it
+PLAIN = {entry.dtype: entry for entry in (*FORMATS.values(), FLOAT64) if not entry.is_quantised}
 OTHER_NAMES = {other: name for name, entry in FORMATS.items() for other in entry.other_names}
 
 

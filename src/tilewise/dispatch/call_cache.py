@@ -107,8 +107,8 @@ class CachedCall:
     """One repeated call: launches its plan on other tensors of the same key."""
 
     __slots__ = (
-        "captures", "checks_tables", "count", "extents", "launch", "lse_shape", "out_like_q", "out_shape", "problem",
-        "quantised", "sources", "validate",
+        "captures", "checks_tables", "count", "extents", "launch", "lse_dtype", "lse_shape", "out_like_q", "out_shape",
+        "problem", "quantised", "sources", "validate",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +117,7 @@ class CachedCall:
         self.launch, self.problem, self.count = launch, call.problem, activity.counter(plan)
         self.out_shape = tuple(call.out.shape)
         self.lse_shape = None if call.lse is None else tuple(call.lse.shape)
+        self.lse_dtype = None if call.lse is None else call.lse.dtype
         self.out_like_q = False
         # Where each of INPUTS comes from: an index into the arguments, the name of an option, or None if the call has
         # none. None for all: the inputs are q, k and v alone.
@@ -133,7 +134,7 @@ class CachedCall:
             out = options["out"]
         else:
             out = torch.empty_like(q) if self.out_like_q else q.new_empty(self.out_shape)  # the first is faster
-        lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
+        lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=self.lse_dtype)
         if self.sources is None:
             self.launch(*args, out, lse)
         else:

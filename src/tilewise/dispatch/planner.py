@@ -271,7 +271,8 @@ def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> floa
 
 def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
     """Merges partial results on a GPU in one pass or, without `lse`, sums them; False if no backend can."""
-    merge = None if out.is_cpu else _first_with("merge_into", out.device)
+    on_device = not out.is_cpu and out.dtype != torch.float64
+    merge = _first_with("merge_into", out.device) if on_device else None
     return merge is not None and merge(outs, lses, out, lse)
 
 

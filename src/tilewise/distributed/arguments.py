@@ -155,6 +155,8 @@ def _dims(q: Any, k: Any, v: Any, packed: bool, layout: Any) -> tuple[int, int]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
+    if q.dtype == torch.float64:
+        raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16", "tilewise.attention takes float64")
     want = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != want:

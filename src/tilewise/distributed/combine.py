@@ -34,18 +34,18 @@ def combine(
     out, lse = state
     cuts = out.split(heads, dim) if heads else [out] * ranks.size
     lses = lse.split(heads, dim) if heads else [lse] * ranks.size
-    # One message to each rank, as bytes: lse in float32, out in its dtype, and padding that aligns the next message.
+    # One message to each rank, as bytes: lse and out in their dtypes, and padding that aligns the next message.
     shape = cuts[ranks.rank].shape
-    at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
-    slack = out.new_zeros(-end % 4, dtype=torch.uint8)
+    at = shape[:-1].numel() * lse.element_size()
+    end = at + shape.numel() * out.element_size()
+    slack = out.new_zeros(-end % lse.element_size(), dtype=torch.uint8)
     parts = [torch.cat([_bytes(b), _bytes(a), slack]) for a, b in zip(cuts, lses, strict=True)]
     received = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
     states = [
-        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1]))
-        for x in received
+        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(lse.dtype).view(shape[:-1])) for x in received
     ]
     if sinks is not None:
-        by_head = sinks.float().view([-1 if i == dim else 1 for i in range(len(shape) - 1)])
+        by_head = sinks.to(lse.dtype).view([-1 if i == dim else 1 for i in range(len(shape) - 1)])
         states.append(AttentionState(torch.zeros_like(states[0].out), by_head.expand(shape[:-1])))
     return merge(states)
 

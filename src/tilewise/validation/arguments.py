@@ -13,14 +13,15 @@ import torch
 from ..core.arrays import to_tensor, to_write
 from ..core.options import LIMIT, is_int, to_int
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
-from ..core.storage import PLAIN, StorageFormat
+from ..core.storage import FLOATS as FORMAT_DTYPES
+from ..core.storage import PLAIN, StorageFormat, wide_dtype
 from ..core.tensors import INPUTS, Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from .memory import overlap, overlaps_itself
 from .values import as_int32
 
-FLOATS = tuple(PLAIN)
+FLOATS = tuple(FORMAT_DTYPES.values())
 
 
 def cast_to_float32(name: str, x: Any) -> str:
@@ -54,8 +55,11 @@ class Checker:
         given, q = q, to_tensor("q", q)
         self.device = q.device
         self.q = self.unit_stride("q", self.common(self.plain("q", q, self.form_of_q())))
-        if self.q.dtype not in FLOATS:
+        # An array in float64, NumPy's default, is more likely an oversight than a wish for slow float64.
+        self.floats = tuple(PLAIN) if isinstance(given, torch.Tensor) and q.dtype == torch.float64 else FLOATS
+        if self.q.dtype not in self.floats:
             raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16", cast_to_float32("q", given))
+        self.wide = wide_dtype(self.q.dtype)
         self.head_width("q", self.q.shape[-1])
         if self.q.shape[1] == 0:
             raise InvalidArgument("q", "0 heads", "1 or more")
@@ -107,7 +111,7 @@ class Checker:
         else:
             data, scales = self.plain(name, x, form), None
             width = data.shape[-1]
-            if data.dtype not in FLOATS:
+            if data.dtype not in self.floats:
                 remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
                 raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
             if data.dtype.itemsize > self.q.dtype.itemsize:
@@ -144,9 +148,9 @@ class Checker:
         shapes = [(heads,)] if batch is None else [(heads,), (batch, heads)]
         if tuple(x.shape) not in shapes:
             raise InvalidArgument(name, f"shape {tuple(x.shape)}", " or ".join(map(str, shapes)))
-        if x.dtype not in FLOATS:
+        if x.dtype not in self.floats:
             raise InvalidArgument(name, x.dtype, "float32")
-        x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").float()
+        x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").to(self.wide)
         x = x if x.stride(-1) == 1 else x.contiguous()
         return x if batch is None else x.expand(batch, heads)
 
@@ -169,9 +173,9 @@ class Checker:
         x = to_tensor(name, x)
         batch, heads, rows = sizes
         want = f"[{rows}, {heads} or 1]" if packed else f"[{batch} or 1, {heads} or 1, {'up to ' * any_keys}{rows}]"
-        if x.dtype not in FLOATS:
+        if x.dtype not in self.floats:
             raise InvalidArgument(name, x.dtype, f"float32 {want}")
-        x = self.plain(name, x, "[T, H]" if packed else "[B, H, L]").float()
+        x = self.plain(name, x, "[T, H]" if packed else "[B, H, L]").to(self.wide)
         x = x.transpose(0, 1)[None] if packed else x
         given, length = tuple(x.shape), x.shape[2]
         if (given[0] not in (1, batch) or given[1] not in (1, heads)
@@ -231,7 +235,7 @@ class Checker:
                 remedy = "mask_mod=block_mask.mask_mod, and q_offset=0 where q_idx counts from the first query"
             raise InvalidArgument("mask", "a BlockMask" if kind else "a function", "a tensor", remedy)
         x = to_tensor("mask", x)
-        if x.dtype != torch.bool and x.dtype not in FLOATS:
+        if x.dtype != torch.bool and x.dtype not in self.floats:
             raise InvalidArgument("mask", x.dtype, "bool (True = attend) or float32, float16, bfloat16 (added)")
         if x.ndim not in (2, 3, 4):
             raise InvalidArgument(

@@ -11,6 +11,7 @@ import torch
 from ..core.arrays import to_tensor
 from ..core.options import Options
 from ..core.problem import CAPTURED, GRADS, Problem, captured_number
+from ..core.storage import wide_dtype
 from ..core.tensors import BackwardTensors
 from ..errors import InvalidArgument
 from .calls import Call
@@ -59,13 +60,13 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
             raise InvalidArgument(name, "Quantised", "a float tensor", f"{name}.dequantise() has gradients")
         if p.form == "paged":
             raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
-    names = as_grads(grads, p)
+    names, wide = as_grads(grads, p), wide_dtype(p.q_dtype)
     lse, dout = to_tensor("lse", lse).detach(), to_tensor("dout", dout).detach()
-    _check_like("lse", lse, out.shape[:-1], torch.float32, p.device)
+    _check_like("lse", lse, out.shape[:-1], wide, p.device)
     _check_like("dout", dout, out.shape, out.dtype, p.device)
     if dlse is not None:
         dlse = to_tensor("dlse", dlse).detach()
-        _check_like("dlse", dlse, out.shape[:-1], torch.float32, p.device)
+        _check_like("dlse", dlse, out.shape[:-1], wide, p.device)
         dlse = in_layout(dlse, p.packed_q, layout, common=True)
     copies = p.copies
     dout = in_layout(dout, p.packed_q, layout, common=True)
@@ -79,18 +80,18 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
             setattr(b, f"d{name}", in_layout(new, p.packed_q, layout, common=True))
     if p.mask is not None and t.mask is not None and "mask" in names:
         shape = [1 if one else n for n, one in zip(t.mask.shape, p.mask.broadcast, strict=True)]
-        dtype = torch.float32 if any(p.mask.broadcast) else p.mask.dtype
+        dtype = wide if any(p.mask.broadcast) else p.mask.dtype
         b.dmask = torch.empty(shape, dtype=dtype, device=p.device)
     if t.sinks is not None and "sinks" in names:
         b.dsinks = torch.empty_like(t.sinks)
     if t.alibi_slopes is not None and "alibi_slopes" in names:
-        b.dalibi_slopes = torch.empty(t.alibi_slopes.shape, dtype=torch.float32, device=p.device)
+        b.dalibi_slopes = torch.empty(t.alibi_slopes.shape, dtype=wide, device=p.device)
     for name in ("q_bias", "k_bias"):
         if name in names:
-            setattr(b, f"d{name}", torch.empty(getattr(t, name).shape, dtype=torch.float32, device=p.device))
+            setattr(b, f"d{name}", torch.empty(getattr(t, name).shape, dtype=wide, device=p.device))
     for name in names:
         if (number := captured_number(name)) is not None:
-            b.dcaptured[number] = torch.empty(t.captured[number].shape, dtype=torch.float32, device=p.device)
+            b.dcaptured[number] = torch.empty(t.captured[number].shape, dtype=wide, device=p.device)
     problem = replace(
         p,
         return_lse=True,

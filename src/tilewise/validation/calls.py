@@ -226,7 +226,7 @@ def _outputs(c: Checker, t: Tensors, o: Options, width: int) -> tuple[torch.Tens
     t.out = c.common(out)
     if not as_flag("return_lse", o.return_lse):
         return out, None
-    lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    lse = out.new_empty(out.shape[:-1], dtype=c.wide)
     t.lse = c.common(lse[..., None])[..., 0]
     return out, lse
 
