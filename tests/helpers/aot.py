@@ -25,13 +25,14 @@ from tilewise.backends.triton.bwd.dense_mask import masked_problem
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Launcher
+from tilewise.core.expression.mods import DTYPES
 from tilewise.core.problem import Problem
 from tilewise.core.storage import StorageFormat
 from tilewise.core.tensors import BackwardTensors, Tensors
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
-    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.float64: "*fp64", torch.int64: "*i64",
 }  # fmt: skip
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 SHARED = {arch: nvidia(arch).shared_memory for arch in ARCHS}  # bytes that a program may have
@@ -79,6 +80,8 @@ def tensors_of(p: Problem) -> Tensors:
     t.kv_lengths = empty(p.batch) if p.rules.kv_lengths else None
     t.q_offset = empty(p.batch) if p.rules.q_offset == "rows" else None
     t.places = empty(p.batch, 3) if p.rules.affine == "rows" else None
+    if p.mods is not None:
+        t.captured = tuple(empty(*[99] * rank, dtype=DTYPES[dtype]) for dtype, rank in p.mods.tensors)
     t.cu_seqlens_q = empty(p.batch + 1) if p.packed_q else None
     t.cu_seqlens_k = empty(p.batch + 1) if p.form == "varlen" else None
     t.block_table = empty(p.batch, max(1, p.kv_len // max(1, p.page_size))) if p.form == "paged" else None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.expression.build import is_const
-from ...core.expression.mods import Mods
+from ...core.expression.mods import Mods, is_wide
 from ...core.expression.node import Node
 from ...core.expression.sums import AXES, LoadGradient, load_gradients
 from ...core.mod_tiles import SequencePlaces, sequence_places
@@ -125,7 +125,7 @@ class CapturedSums:
 def elements_of(p: Problem, t: Tensors, at: SequencePlaces, load: LoadGradient, count: int, table: Any) -> torch.Tensor:
     """The elements that a load reads in all rows, keys or distances, int64 [1 or H, count]."""
     assert p.mods is not None
-    wide = functions.is_wide(t.captured)
+    wide = is_wide(t.captured)
     kernel = functions.kernel("places", p.mods, wide, (load,))
     address = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(ARGUMENTS["places"].split()))(kernel)
     padded = int(round_up(count, W))

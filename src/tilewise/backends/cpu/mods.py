@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 
 from ...core.expression.build import is_const
-from ...core.expression.mods import Mods
+from ...core.expression.mods import Mods, is_wide
 from ...core.expression.node import Node, in_order
 from ...core.expression.sums import LoadGradient
 from ...core.expression.text import to_text
@@ -34,7 +34,6 @@ _engines: list[Any] = []  # code is freed with its engine
 MOST_KEPT = 256  # states of tiles that no tensor changes
 WORTH_SPANS = 1e-3  # of a sequence: its bits must not depend on the batch
 WORTH_STATES = 5e-3  # seconds of a core; states by tensors take 0.2 to 1 ms (cpu/score-mods in benchmarks/cpu/LOG.md)
-NARROW = 2**31  # bytes of a tensor whose offsets fit in 32 bits
 
 
 @cache
@@ -71,15 +70,6 @@ def table_of(captured: tuple[torch.Tensor, ...]) -> Any:
     table: Any = (ctypes.c_int64 * max(1, len(words)))(*words)
     table.kept = kept
     return table
-
-
-def is_wide(captured: tuple[torch.Tensor, ...]) -> bool:
-    """Whether an offset in one of these tensors takes more than 32 bits."""
-    return any(
-        x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) > NARROW
-        or x.numel() > NARROW  # of one that is expanded
-        for x in captured
-    )
 
 
 def part_text(part: LoadGradient | Node, mods: Mods) -> str:

@@ -29,6 +29,7 @@ class Flags:
     alibi: bool
     q_bias: bool
     k_bias: bool
+    mods: Any  # the functions of the user as the backend compiles them; None: there are none
     sinks: bool
     mask: str  # "", "bool" or "float"
     tree: bool
@@ -54,6 +55,7 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "alibi": p.alibi,
         "q_bias": p.q_bias,
         "k_bias": p.k_bias,
+        "mods": None,
         "sinks": p.sinks,
         "mask": mask,
         "tree": p.tree,

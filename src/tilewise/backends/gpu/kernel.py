@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ...core.private.triton import INTERPRETED, launch_of
+from ...core.storage import as_bytes
 from .driver import CELLS, EARLY, CULaunchAttribute, CULaunchConfig
-
-if TYPE_CHECKING:
-    pass
+from .signature import captured_names
 
 Arguments = dict[str, Any]
 # Without fused multiply-adds the same expression gives the same bits in every loop of a kernel.
@@ -22,6 +22,15 @@ def stride_arguments(name: str, dims: str, x: torch.Tensor | None, grain: int = 
     """`q_b`, `q_h` and so on: strides of a tensor's first dims in units of `grain`; 0 for an absent tensor."""
     strides = (0,) * len(dims) if x is None else x.stride()
     return {f"{name}_{dim}": stride // grain for dim, stride in zip(dims, strides, strict=False)}
+
+
+def captured_arguments(tensors: Sequence[torch.Tensor]) -> Arguments:
+    """What kernels for captured tensors take of these."""
+    given: Arguments = {}
+    for x, (pointer, *places) in zip(tensors, captured_names([x.ndim for x in tensors]), strict=True):
+        numbers = (number for dim in zip(x.shape, x.stride(), strict=True) for number in dim)
+        given |= {pointer: as_bytes(x)} | dict(zip(places, numbers, strict=True))
+    return given
 
 
 class Kernel:

@@ -61,11 +61,14 @@ class PlanLauncher:
             names = FIELDS if isinstance(t, Tensors) else BACKWARD_FIELDS
             self.names = tuple(name for name in names if attrgetter(name)(t) is not None)
             self.present = attrgetter(*self.names)  # last, for other threads
-        given, key = self.present(t), None
+        captured = captured_of(t)
+        given, key = (*self.present(t), *captured), None
         if not INTERPRETED:
             addresses = [*map(torch.Tensor.data_ptr, given)]
             if is_aligned(addresses, given[Q].device):
                 key = key_of(given[K], given)
+                for x in captured:
+                    key += (x.shape,)
                 for x in more:
                     addresses.append(x.data_ptr())
                     key += (x.shape, addresses[-1] & 15)
@@ -74,18 +77,32 @@ class PlanLauncher:
                     return
 
         def launch(r: Recorder, own: list[torch.Tensor]) -> None:
-            count = len(self.names)
-            self.launch(r, with_tensors(t, dict(zip(self.names, own[:count], strict=True))), *own[count:])
+            count, end = len(self.names), len(given)
+            named = dict(zip(self.names, own[:count], strict=True))
+            self.launch(r, with_tensors(t, named, own[count:end]), *own[end:])
 
         launch_and_record(launch, (*given, *more), self.recorded, key)
 
 
-def with_tensors(t: Any, tensors: dict[str, Any]) -> Any:
-    """The same call with these tensors."""
+def captured_of(t: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that the functions of a call capture, and in a backward pass their gradients."""
+    return t.captured if isinstance(t, Tensors) else (*t.forward.captured, *t.dcaptured.values())
+
+
+def readable(captured: Sequence[torch.Tensor], r: Recorder) -> tuple[torch.Tensor, ...]:
+    """Captured tensors, with an element in the place of each empty one: hidden cells read it."""
+    return tuple(x if x.numel() else r.empty(*[1] * x.ndim, dtype=x.dtype) for x in captured)
+
+
+def with_tensors(t: Any, tensors: dict[str, Any], captured: Sequence[torch.Tensor]) -> Any:
+    """The same call with these tensors, `captured` in the order of `captured_of`."""
     if isinstance(t, Tensors):
-        return replace(t, **tensors)
+        return replace(t, **tensors, captured=tuple(captured))
     forward = {name.removeprefix(FORWARD): x for name, x in tensors.items() if name.startswith(FORWARD)}
     own = {name: x for name, x in tensors.items() if not name.startswith(FORWARD)}
+    count = len(t.forward.captured)
+    forward["captured"] = tuple(captured[:count])
+    own["dcaptured"] = dict(zip(t.dcaptured, captured[count:], strict=True))
     return replace(t, forward=replace(t.forward, **forward), **own)
 
 

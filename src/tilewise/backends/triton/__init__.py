@@ -20,6 +20,7 @@ from ...core.problem import (
     no_alibi_by_tree,
     no_dropout,
     no_mods,
+    no_mods_by_tree,
     other_formats,
 )
 from ...core.storage import LATENT
@@ -34,7 +35,7 @@ KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_lat
 
 def supports(problem: Problem) -> str | None:
     wide = max(problem.head_dim, problem.value_dim)
-    refused = _supports(problem) or no_alibi_by_tree(problem) or no_mods(problem)
+    refused = _supports(problem) or no_alibi_by_tree(problem) or no_mods_by_tree(problem)
     refused = refused or no_dropout(problem)
     refused = refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
     return refused or coverage.refusal("triton", family(problem))
@@ -113,6 +114,8 @@ def run(plan: Plan, tensors: Tensors) -> None:
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from ..gpu.launcher import bind_addresses
 
+    if plan.problem.mods is not None:  # captured tensors may have other sizes
+        return None
     return bind_addresses(plan.detail(), tensors)
 
 
@@ -133,7 +136,7 @@ def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: 
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or dense_mask.refusal(problem)
+    return no_mods(problem) or supports(problem) or dense_mask.refusal(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

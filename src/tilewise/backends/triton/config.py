@@ -24,6 +24,7 @@ from .flipped_products import (
     pack_of,
     row_groups,
 )
+from .mod_printer import ModFunctions
 from .operands import is_float32, operand, shares_chunks
 from .spec import Config as Config
 from .spec import Spec
@@ -58,7 +59,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     if wide <= 128:
         simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True)) and wide == ceil_pow2(wide)
         scattered = problem.selection is not None or problem.page_size > 0
-        crowded = problem.biased or (wide > 64 and (scattered or not simple))
+        crowded = problem.biased or problem.mods is not None or (wide > 64 and (scattered or not simple))
         return Config(64, 32 if target.reads_operands and crowded else 64, 4, 3)
     if wide <= 256:  # Ampere's MMA keeps q in registers, which leaves room for fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
@@ -155,8 +156,8 @@ def decode_rows(problem: Problem, target: Target) -> int:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether mask cells, tree cells or biases take registers besides the scores."""
-    return problem.mask is not None or problem.tree or problem.biased
+    """Whether mask cells, tree cells, biases or functions of the user take registers besides the scores."""
+    return problem.mask is not None or problem.tree or problem.biased or problem.mods is not None
 
 
 def has_packed(problem: Problem) -> bool:
@@ -321,6 +322,8 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     flags = flags_of(p, c.BK)
     if sees_all(p):
         flags["rules"] = replace(flags["rules"], causal=False)
+    if p.mods is not None:
+        flags |= {"mods": ModFunctions(p.mods), "linear": flags["linear"] and p.mods.score is None}
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, row_groups(p, c))
     # Biased sums are larger, and so are their errors: within tolerance up to D=128, too large with D=256.

@@ -21,6 +21,7 @@ def hides(problem: Problem) -> bool:
         problem.mask is not None
         or problem.tree
         or problem.biased
+        or problem.mods is not None
         or (problem.rules.by_position and problem.sharing_queries > 1)
     )
 

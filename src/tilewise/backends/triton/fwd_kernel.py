@@ -231,7 +231,11 @@ def fwd_kernel(a, S):
         else:
             at += wide_b * a.kb_b
         added = (own, at, row_ok, a.kb_l)
-    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added)
+    heads = hb
+    if PACK > 1:
+        heads = head[:, None]  # [BM, 1]
+    user = (b, heads, a.captured)
+    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added, user)
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table, indices, a.chosen_keys)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     tree = row

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from ...core.expression.mods import is_wide
 from ...core.private.triton import INTERPRETED
 from ...core.problem import Problem
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_sparsity_launch import NO_LISTS, Lister, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import Arguments, Kernel, stride_arguments
+from ..gpu.kernel import Arguments, Kernel, captured_arguments, stride_arguments
 from ..gpu.launch_program import Recorder
-from ..gpu.launcher import PlanLauncher
+from ..gpu.launcher import PlanLauncher, readable
 from ..gpu.semaphores import Semaphores
 from ..gpu.target import INTERPRETER, Target, target_of
 from ..gpu.varlen_order_launch import Orderer
@@ -73,6 +74,7 @@ class Launcher(PlanLauncher):
 
     def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
         """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
+        t = replace(t, captured=readable(t.captured, r))
         inside = self.combines_inside and not r.captured
         workspace = semaphores = partial = partial_ml = flags = None
         if inside:
@@ -113,6 +115,10 @@ class Launcher(PlanLauncher):
         if spec.keys.in_row or spec.values.in_row:
             scale_align = min(scale_align, max(1, align * spec.keys.unit // 4))
         spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
+        function = fwd_kernel
+        if spec.mods is not None:
+            spec = replace(spec, mods=replace(spec.mods, wide=is_wide(t.captured)))
+            function = fwd_kernel.with_captured(tuple(x.ndim for x in t.captured))
         if memory[2] is not None:
             spec = replace(spec, combine="inside", pdl=False)
         LIST, RANK, list_strides = lists
@@ -126,10 +132,11 @@ class Launcher(PlanLauncher):
         for name, x in strided.items():
             given |= stride_arguments(name, STRIDES[name], x, grains.get(name, 1))
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
-        kernel = Kernel(fwd_kernel, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
+        given |= captured_arguments(t.captured)
+        kernel = Kernel(function, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
         fixup_kernel = None
         if spec.guard == "flag":
-            fixup_kernel = Kernel(fwd_kernel, {"S": replace(spec, guard="fixup")}, num_warps=c.warps, num_stages=1)
+            fixup_kernel = Kernel(function, {"S": replace(spec, guard="fixup")}, num_warps=c.warps, num_stages=1)
         return kernel, fixup_kernel, given | self.sizes
 
     def combine_arguments(self, t: Tensors, partial: Any, partial_ml: Any) -> Arguments:

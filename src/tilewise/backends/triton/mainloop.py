@@ -39,6 +39,7 @@ from .kv_load import (
     work_type,
 )
 from .mask import hide
+from .mod_operations import apply_mods
 from .scale_folding import raised_unit, row_maxima, value_scale, value_scales
 from .scale_groups import group_scales, group_sums
 from .score_mod import LOG2E, logits, rank_one
@@ -229,16 +230,17 @@ def step(
     """Adds key tile `t` to `state` = (m, l, acc, power, pages). MASKED: cells may be hidden; with a list of tiles, only
     if `mixed`. `power`: the unit of acc (`scale_folding.py`).
 
-    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one` takes; `keys`,
-    `values` = base, scales and strides. Only keys `lo .. hi`, those that any row sees, are loaded. `pages`: prefetched
-    page numbers of tile `t`. With key or block indices, a tile is a range of positions in these.
+    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one` takes, what
+    functions of the user take; `keys`, `values` = base, scales and strides. Only keys `lo .. hi`, those that any row
+    sees, are loaded. `pages`: prefetched page numbers of tile `t`. With key or block indices, a tile is a range of
+    positions in these.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     m, l, acc, power, pages = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE, INDICES, count = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
-    row_lo, row_hi, qpos, slope, factor, bias, numbers, added = rows
+    row_lo, row_hi, qpos, slope, factor, bias, numbers, added, user = rows
     n0 = t * BK
     if S.chosen > 0:
         n, ok, where = chosen_rows(n0, lo, hi, count, INDICES, TABLE, S)
@@ -263,12 +265,22 @@ def step(
         sum_of_biases = rank_one(n, ok, added, S)
         s = s + sum_of_biases
     visible = ok[None, :]
+    cells = user
+    if S.mods is not None:
+        b, heads, captured = user
+        cells = (b, heads, qpos[:, None], key_position(n, numbers, S)[None, :], captured)
     if MASKED:
         if S.listed and not CLEAN:
             if mixed:
-                s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
+                s, _ = hide(s, n, ok, row_lo, row_hi, mask, cells, S)
+            elif S.mods is not None:
+                s, seen = apply_mods(s, visible, cells, S)
+                s = tl.where(seen, s, float("-inf"))
         else:
-            s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
+            s, visible = hide(s, n, ok, row_lo, row_hi, mask, cells, S)
+    elif S.mods is not None:
+        s, visible = apply_mods(s, visible, cells, S)
+        s = tl.where(visible, s, float("-inf"))
     if S.biased:  # after a mask, which may hold anything where a bias is -inf
         left = sum_of_biases != float("-inf")
         s = tl.where(left, s, float("-inf"))

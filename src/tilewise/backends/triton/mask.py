@@ -9,6 +9,7 @@ import triton.language as tl
 import triton
 
 from ..gpu.mask_rules import near
+from .mod_operations import apply_mods
 
 # Loads one mask cell in the thread that needs it. `tl.load` would impose its coalesced layout: the whole softmax would
 # run in that layout and, for the products, in the MMA layout too, and each product would be waited for (h200 24).
@@ -65,8 +66,10 @@ def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
 
 
 @triton.jit
-def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
-    """Adds a float mask, selects -inf where a cell is hidden (never adds it); also returns visible cells [BM, BK]."""
+def hide(s, n, ok, row_lo, row_hi, mask, cells, S: tl.constexpr):
+    """Adds a float mask, applies functions of the user, selects -inf where a cell is hidden (never adds it); also
+    returns visible cells [BM, BK].
+    """
     at, row_ok, stride_k, tree, own_keys, nodes = mask  # [BM] pointers to each row's first cell
     keys_ok, ok = ok, ok[None, :]
     s, visible = visible_cells(
@@ -79,6 +82,8 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
         own = n >= own_keys
         kpos = node_position(at, n - own_keys, own & keys_ok, own_keys)
         visible = visible & (near(qpos[:, None], kpos[None, :], numbers, S) | ~own[None, :])
+    if S.mods is not None:
+        s, visible = apply_mods(s, visible, cells, S)
     return tl.where(visible, s, float("-inf")), visible
 
 

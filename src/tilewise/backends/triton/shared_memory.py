@@ -3,8 +3,8 @@
 The bound is calibrated against Triton 3.6, which allocates without a GPU (`benchmarks/h200/fits.py`):
 
     q        all of a tile's rows, in the type of the products with K
-    buffers  K, V, their scales and pages, once for each stage; one less for plain 16-bit operands without wgmma,
-             since the last stage is being loaded to registers
+    buffers  K, V, their scales, pages and elements of captured tensors, once for each stage; one less for plain 16-bit
+             operands without wgmma, since the last stage is being loaded to registers
     operands K and V of one step where they are converted for the products, and the weights
     scratch  of reductions and layout conversions, which pass data between warps
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from ...core.problem import Problem
 from ..gpu.target import Target
+from .mod_printer import captured_bytes
 from .spec import Config, Operand, Spec
 
 SCRATCH = 1024  # bytes, and for each warp:
@@ -34,6 +35,7 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     bytes_of_stage += 0 if s.v_in_k else _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
     bytes_of_stage += 4 * c.BK if s.chosen else 0  # indices
+    bytes_of_stage += captured_bytes(problem.mods, c.BM, c.BK)
     if target.amd:  # operands pass through shared memory to registers; one stage stays in registers
         passing = max(*widest, weights) if c.stages == 1 or not plain else weights
         first = c.BM * max(k.widths) * _size(k)

@@ -17,6 +17,7 @@ from .derivative import derivatives
 from .node import Node, in_order, load, source
 from .text import from_text, rebuilt, renumbered, to_text
 
+NARROW = 2**31  # bytes of a tensor whose offsets fit in 32 bits
 MOST = 4096  # traces; they are forgotten when there are more
 DTYPES = {
     name: getattr(torch, name)
@@ -118,6 +119,15 @@ def with_rows(mods: Mods) -> Mods:
     row = load(number, [b, source("h"), make("floordiv", make("sub", source("q"), start), stride)], "float")
     score = make("add", source("s") if mods.score is None else mods.score, row)
     return mods_of(to_text((score, mods.mask), [*mods.tensors, ("float32", 3), ("int32", 1), ("int32", 1)]))
+
+
+def is_wide(captured: Sequence[torch.Tensor]) -> bool:
+    """Whether an offset in one of these tensors takes more than 32 bits."""
+    return any(
+        x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) > NARROW
+        or x.numel() > NARROW  # of one that is expanded
+        for x in captured
+    )
 
 
 class Bound(NamedTuple):
