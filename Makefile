@@ -13,7 +13,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix newest triton openmp h200 lint \
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple agx matrix newest triton openmp h200 lint \
 	format docs wheel clean
 
 help: ## show this list
@@ -59,6 +59,9 @@ arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, e
 
 apple: $(VENV)/.installed-dev ## MLX's attention kernels as Apple's compiler read them, against the Metal simulator
 	PYTHONPATH=tools $(BIN)/python -m mslsim.against_apple
+
+agx: $(VENV)/.installed-dev ## Metal kernels and MLX's compiled for an M1 by Mesa: registers, spills, code size, into the record
+	PYTHONPATH=tools $(BIN)/python -m agx --json benchmarks/records/metal/agx.json
 
 matrix: $(VENV)/.installed-dev ## every kind of GPU kernel compiled for every GPU, without one; goes on where it was stopped
 	$(BIN)/python tools/matrix.py
