@@ -21,7 +21,7 @@ from tilewise import (
 from tilewise.core import dropout
 from tilewise.dispatch import call_cache, planner
 
-BACKENDS = [name for name in ("reference", "torch") if name in planner.BACKENDS]
+BACKENDS = [name for name in ("reference", "torch", "cpu") if name in planner.BACKENDS]
 P, SEED = 0.3, 2**45 + 11
 ROUNDED = round(P * 2**16) / 2**16
 DROPPED = {"dropout_p": P, "dropout_seed": SEED}

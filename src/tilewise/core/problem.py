@@ -101,6 +101,11 @@ def no_dropout(problem: Problem) -> str | None:
     return "it has no dropout" if problem.dropout_p else None
 
 
+def no_dropout_by_tree(problem: Problem) -> str | None:
+    """The refusal of a backend whose dropout uses the numbers of keys, not a tree's positions."""
+    return "it has no dropout by positions of a tree" if problem.positions and problem.dropout_p else None
+
+
 def no_selection(problem: Problem) -> str | None:
     """The refusal of a backend without key and block indices; None if the problem has none."""
     s = problem.selection

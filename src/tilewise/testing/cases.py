@@ -384,6 +384,8 @@ DROPOUT = [
     Case(Lq=50, Lk=70, k_start=3, k_stride=4, q_stride=3, offset=-9, causal=True, dropout=0.5),
     Case(B=3, Hkv=2, Lq=9, Lk=90, k_start="rows", k_stride="rows", indices="h24", dropout=0.3),
     Case(Hkv=2, Lq=70, Lk=90, D=40, Dv=72, indices="6", block=8, dropout=0.3, k_start=5),
+    Case(Hkv=2, Lq=130, Lk=150, D=64, indices="h2", block=24, dtype="bf16", causal=True, dropout=0.3),
+    Case(Hkv=2, Lq=100, Lk=170, D=64, dtype="bf16", k_start=-5, causal=True, dropout=0.3),
     Case(Lq=40, Lk=90, tree="b", dropout=0.3, dtype="f16"),
     Case(form="varlen", Hkv=2, q_lengths=(70, 1, 0, 33), lengths=(70, 90, 9, 33), causal=True, dropout=0.3),
     replace(_PAGED, dropout=0.5),

@@ -34,7 +34,6 @@ def _threads():
 
 class TestCpu(LatentRows):
     backend = "cpu"
-    refused = ("dropout",)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tilewise.testing.gradients import check_gradients, make_gradients
 
 class TestCpuBackward(BackwardConformance):
     backend = "cpu"
-    refused = ("dropout",)
 
 
 FEW_SEE = {"window": 24, "softcap": 1e30, "offset": -536870712, "mask": "bhqk", "mask_kind": "f32", "pattern": "rows"}

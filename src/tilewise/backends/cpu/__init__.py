@@ -22,7 +22,7 @@ from ...core.problem import (
     WriteProblem,
     family_of,
     no_alibi_by_tree,
-    no_dropout,
+    no_dropout_by_tree,
     no_mods_by_tree,
     other_formats,
 )
@@ -36,7 +36,7 @@ def supports(problem: Problem | WriteProblem) -> str | None:
 
     if (reason := other_formats(problem, STORED)) is not None or isinstance(problem, WriteProblem):
         return reason
-    return no_alibi_by_tree(problem) or no_mods_by_tree(problem) or no_dropout(problem)
+    return no_alibi_by_tree(problem) or no_mods_by_tree(problem) or no_dropout_by_tree(problem)
 
 
 supports_write = supports

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.dropout import kept_scale, threshold
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
@@ -115,6 +116,8 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         block=0 if p.selection is None else p.selection.block,
         max_selected=0 if p.selection is None else p.selected_keys,
         rules=Rules(**p.rules.numbers()),
+        dropout_threshold=threshold(p.dropout_p),
+        dropout_scale=kept_scale(p.dropout_p),
         **{name: getattr(p, name) for name in same},
         **tiles,
     )
@@ -163,7 +166,7 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
 STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", "positions", "slopes",
            "q_bias", "k_bias", "indices", "k_shared")  # fmt: skip
 TABLES = ("kv_lengths", "cu_q", "cu_k", "table")
-FLAT = ("sinks", "row_places", "q_offsets", *TABLES)
+FLAT = ("sinks", "dropout_seed", "row_places", "q_offsets", *TABLES)
 # Fields of `Params` that have other names in `Tensors`
 TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset",
            "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "table": "block_table",

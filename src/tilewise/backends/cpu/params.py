@@ -70,6 +70,7 @@ class Params(ctypes.Structure):
         *fields(tensor("positions", "b")),  # of a tree's nodes
         *fields(tensor("slopes", "bh")),
         *fields(f"{tensor('q_bias')} {tensor('k_bias')}"),
+        *fields("dropout_seed dropout_threshold"),  # the address of the seed; numbers from the threshold on are kept
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),  # row_places: `Tensors.places`
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
@@ -79,7 +80,7 @@ class Params(ctypes.Structure):
         *fields("block max_selected"),  # block size of block_indices; most keys of a list
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
-        *fields("scale softcap", ctypes.c_double),
+        *fields("scale softcap dropout_scale", ctypes.c_double),
         # Tiles and work items. split_few: only sequences that decode are split
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
         *fields("decode_rows bf16_dot"),  # most rows of a group for decode; whether it is `gemv_bf16.py`

@@ -31,6 +31,7 @@ from .backward_cells import (
 from .backward_fp32 import dout_at, transpose_rows
 from .backward_products import Policy, blocked_products
 from .backward_selected import has_several_lists
+from .dropout import has_dropout
 from .mods import mods_apply
 from .prefill_fp32 import DOT_LENGTH
 from .rows import sees_all
@@ -130,7 +131,7 @@ def cells_bf16(p, t, tile, R, ld, count):
     D, Dv = units(p.head_dim), units(p.value_dim)
     if not scale_in_softmax(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
         return False
-    if mods_apply(p, get_i64(t.mod_state)) or has_several_lists(p, tile):
+    if mods_apply(p, get_i64(t.mod_state)) or has_several_lists(p, tile) or has_dropout(p):
         return False
     for panel in range(0, ld, PANEL):
         q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv

@@ -12,6 +12,7 @@ from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
 from ..kv_access import key_source, list_rows, query_row, rows_to_f32, sequence, value_source
 from .backward_cells import dot_minus, zero_nonfinite
 from .backward_products import Policy, blocked_products
+from .dropout import has_dropout
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
 from .scores import scale_in_softmax, softmax_scale
 
@@ -112,7 +113,11 @@ def dots(p, t, tile, R, ld, count):
     else:
         clear(t.distances, up(R, WHOLE_ROWS))
         dot_cells(t.keys, t.q_rows, t.s, ld, count, D, R, F(1), t.distances)
-    dot_cells(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
+    if has_dropout(p):  # which needs delta
+        clear(t.distances, up(R, WHOLE_ROWS))
+        dot_cells(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.distances)
+    else:
+        dot_cells(t.values, t.dout_rows, t.ds, ld, count, Dv, R, F(1), t.l)
     return factor
 
 

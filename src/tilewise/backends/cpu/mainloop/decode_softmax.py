@@ -12,6 +12,7 @@ from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from ..scratch import SCORES
+from .dropout import drop_keys_of_row, has_dropout
 from .mask import BIASES, FULL, MASKS, SKIP, has_bias_or_tree, last_parts, list_added
 from .mods import mods_apply, mods_row
 from .nonfinite import DOWNSCALE, is_downscaled
@@ -95,4 +96,6 @@ def online_softmax(p, t, item, r, origin, count, Dv):
         row_scale(t.acc + 4 * r * Dv, Dv, alpha)
     if is_downscaled(t):
         row_scale(row, vectors * W, DOWNSCALE)
+    if has_dropout(p):
+        drop_keys_of_row(p, t, item, r, row, origin, count)
     return hides

@@ -17,6 +17,7 @@ from ..codegen.vector import W
 from ..gemm import amx, bf16_tiles
 from ..kv_access import key_source, kv_location, sequence, value_source
 from ..scratch import partition
+from .dropout import has_dropout, scale_kept
 from .mask import FULL, SKIP, has_bias_or_tree, read_states
 from .mods import has_mods, mod_state, mods_apply
 from .prefill_fp32 import FP32
@@ -68,6 +69,8 @@ def mainloop(gemm):
                     add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)  # [step, Dv]
             tile += BK
         epilogue(p, t, w, R)
+        if has_dropout(p):
+            scale_kept(p, t, R)
         put_i64(t.done, ONE)
 
     return prefill

@@ -17,6 +17,7 @@ from ..gemm import Gemm, fp32
 from ..gemm.fp32 import KEYS, PANEL, ROWS
 from ..kv_access import list_rows, query_row, repeat_last, rows_to_f32, sequence, value_source
 from ..scratch import PAD, PANEL_
+from .dropout import drop_columns, has_dropout
 from .max_free import commit_row_sums, exp2_rest, gemm_keys_exp2, is_max_free
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .prefetch_tile import list_next_tile, prefetch_share
@@ -231,15 +232,28 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
     lo, hi = seen_by_some(t, row, row + PANEL)
     lo, hi = max(lo, tile), min(hi, end)
     full = unmasked and bound > F(0) and row + PANEL <= R and sees_all(t, row, row + PANEL, lo, hi)
-    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, lo - tile, hi - lo):
-        return
     vectors = min(PANEL, up(R - row, W)) // W
+    if full and max_free_softmax(p, t, panel, panels, next_count, D, dot_length, lo - tile, hi - lo):
+        if has_dropout(p):
+            drop_weights(p, t, item, row, vectors, tile, end)
+        return
     scores(p, t, panel, panels, next_count, vectors, D, dot_length, tile, end, k0, k1)
     for c in range(vectors):
         lo, hi = vector_span(t, row + c * W, tile, end)
         if lo < hi:
             s = t.s + 4 * (lo * PANEL + c * W)
             online_softmax(p, t, item, s, row + c * W, R, tile + lo, hi - lo, bound)
+    if has_dropout(p):
+        drop_weights(p, t, item, row, vectors, tile, end)
+
+
+@jit
+def drop_weights(p, t, item, row, vectors, tile, end):
+    """Dropout of the weights of one panel."""
+    for c in range(vectors):
+        lo, hi = vector_span(t, row + c * W, tile, end)
+        if lo < hi:
+            drop_columns(p, t, item, t.s + 4 * (lo * PANEL + c * W), PANEL_, row + c * W, tile + lo, hi - lo)
 
 
 @jit

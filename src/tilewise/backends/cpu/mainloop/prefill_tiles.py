@@ -24,6 +24,7 @@ from ..gemm.amx import BLOCK, TILE
 from ..gemm.pack_tiles import STEP, W_, pack_functions
 from ..kv_access import row_address
 from ..scratch import partition_tiles
+from .dropout import drop_tiles, has_dropout
 from .max_free import commit_row_sums_2, is_max_free_2
 from .nonfinite import sees
 from .rows import seen_by_some
@@ -133,6 +134,14 @@ def tiles_gemm(tiles):
                 rescale_columns(w.acc + 4 * first * Dv, Dv, alpha)
 
     @jit_parts
+    def drop_weights(p, t, w, item, row, u, k0, k1, tile, BK):
+        """Dropout of the weights of panel u."""
+        for half in range(BLOCK // W if k0 < k1 else 0):
+            pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
+            first, blocks = row + u * BLOCK + half * W, (k1 - k0) // BLOCK
+            drop_tiles(p, t, item, pairs, 4 * BK * BLOCK, PARTS_, first, tile + k0, blocks)
+
+    @jit_parts
     def max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part):
         """Weights of two panels over their keys of a tile. Returns for each whether it was max-free (`max_free.py`)."""
         a = a0 < a1 and may_be_max_free(t, row, tile, end)
@@ -175,6 +184,9 @@ def tiles_gemm(tiles):
             if not (b_done if u else a_done):
                 k0, k1 = b0 if u else a0, b1 if u else a1
                 online_softmax(p, t, w, item, row, u, R, tile, k0, k1, end - tile, Dv, BK, bound)
+        if has_dropout(p):
+            drop_weights(p, t, w, item, row, 0, a0, a1, tile, BK)
+            drop_weights(p, t, w, item, row, 1, b0, b1, tile, BK)
 
     @jit_parts
     def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
