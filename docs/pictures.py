@@ -1,8 +1,9 @@
-"""Draws the pictures of masks in these documents: `python docs/pictures.py` writes docs/pictures/*.svg.
+"""Draws the pictures in these documents: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 A square is a cell (query, key); filled ones are visible. In pictures of tile maps it is a tile: skipped, mixed
 (lighter) or full; in those of score functions a weight, darker if it is larger. Rules are asked of tilewise itself, so
-that a picture shows what it does; `tests/project/test_site.py` compares the files with what this makes.
+that a picture shows what it does. The chart of speeds is drawn from records. `tests/project/test_site.py` compares the
+files with what this makes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
+import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,11 +22,13 @@ from typing import Any
 import torch
 
 from tilewise import TileMap, attention
-from tilewise.tools.bench.svg import DARK, LIGHT
+from tilewise.tools.bench.svg import DARK, LIGHT, Bar, bars
+from tilewise.tools.bench.svg import picture as page_of
 from tilewise.tools.patterns import tree
 
 SIZE, STEP = 10, 11  # pixels of a square, and from one to the next
 HERE = Path(__file__).parent / "pictures"
+RECORDS = HERE.parents[1] / "benchmarks" / "records"
 
 
 def rule(Lq: int, Lk: int, **rules: object) -> torch.Tensor:
@@ -211,6 +216,52 @@ def picture(name: str) -> str:
     return f"{head}<style>{style}</style>{''.join(parts)}</svg>\n"
 
 
+def speeds() -> str:
+    """The chart of the first page: prefill on a GPU, and a CPU beside each of its peers, from records."""
+    names = {"tilewise": "tilewise", "fa4": "FlashAttention 4", "cudnn": "cuDNN"}
+    cells = {
+        row["work"]: row["TFLOPS"]
+        for row in json.loads((RECORDS / "h200" / "forward_peers.json").read_text(encoding="utf-8"))["rows"]
+        if "TFLOPS" in row
+    }
+    works = {"D64 causal 32/32 16k": 64, "D128 causal 16/16 16k": 128, "D256 causal 8/8 16k": 256}
+    gpu = {
+        f"head dim {D}": [
+            Bar(name, cells[work][key], str(int(cells[work][key] + 0.5)), "ours" if key == "tilewise" else "peer")
+            for key, name in names.items()
+        ]
+        for work, D in works.items()
+    }
+    bf16 = json.loads((RECORDS / "cpu" / "prefill_bf16.json").read_text(encoding="utf-8"))["geometric_means"]
+    peers = json.loads((RECORDS / "cpu" / "peers.json").read_text(encoding="utf-8"))["ratios"]
+    flex = json.loads((RECORDS / "cpu" / "score_mods.json").read_text(encoding="utf-8"))["parts"]["flex"]
+    mods = math.exp(sum(math.log(row["ratio"]) for row in flex) / len(flex))
+    against = {
+        "prefill, bfloat16": {"SDPA": bf16["SDPA"], "OpenVINO": bf16["OpenVINO"]},
+        "shapes of models, float32": {
+            "SDPA": peers["SDPA flash"]["mean"],
+            "ONNX Runtime": peers["ONNX Runtime GQA"]["mean"],
+            "vLLM's CPU_ATTN": peers["CPU_ATTN"]["mean"],
+        },
+        "functions of the user": {"FlexAttention": mods},
+    }
+    cpu = {
+        group: [Bar(peer, x, f"{x:.2f}x", "ours") for peer, x in ratios.items()] for group, ratios in against.items()
+    }
+    notes = [
+        "Left: causal, 16k tokens. Right: tilewise's speed over that of each peer, on average over the peer's cases."
+    ]
+    charts = {"H200: prefill in bfloat16, TFLOPS": bars(gpu), "2-core EPYC: times as fast as": bars(cpu)}
+    return page_of(charts, "Each beside its peers in the same run", notes)
+
+
+NAMES = (*PICTURES, "speed")
+
+
+def drawn(name: str) -> str:
+    return speeds() if name == "speed" else picture(name)
+
+
 def _colours(of: dict[str, object]) -> str:
     series = of["series"]
     assert isinstance(series, tuple)
@@ -220,5 +271,5 @@ def _colours(of: dict[str, object]) -> str:
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     HERE.mkdir(exist_ok=True)
-    for name in PICTURES:
-        (HERE / f"{name}.svg").write_text(picture(name), encoding="utf-8")
+    for name in NAMES:
+        (HERE / f"{name}.svg").write_text(drawn(name), encoding="utf-8")

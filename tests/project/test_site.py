@@ -23,17 +23,19 @@ CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 IN_NAVIGATION = re.findall(r"[:-] ([\w/-]+\.md)", CONFIG)
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", pictures.NAMES)
 def test_pictures_show_what_tilewise_does(name):
     kept = (pictures.HERE / f"{name}.svg").read_text(encoding="utf-8")
-    assert kept == pictures.picture(name), "python docs/pictures.py draws them anew"
+    assert kept == pictures.drawn(name), "python docs/pictures.py draws them anew"
 
 
 def test_pictures_are_shown_and_none_is_left_over():
     shown = {
-        name for file in (ROOT / "docs").rglob("*.md") for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
+        name
+        for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
     }
-    assert shown == set(pictures.PICTURES) == {file.stem for file in pictures.HERE.glob("*.svg")}
+    assert shown == set(pictures.NAMES) == {file.stem for file in pictures.HERE.glob("*.svg")}
 
 
 PLOTS = sorted(file.relative_to(ROOT / "benchmarks").with_suffix("") for file in (ROOT / "benchmarks").rglob("*.svg"))
