@@ -70,7 +70,7 @@ def outcome_of(error: BaseException, otherwise: str) -> str:
     while seen is not None:
         if isinstance(seen, tilewise.InvalidArgument):
             return f"refused: {seen.argument}"
-        if "tilewise reads the code" in str(seen) or "found no compiled frames" in str(seen):
+        if "mask_mod itself: torch.compile breaks the graph" in str(seen) or "found no compiled frames" in str(seen):
             return "refused: fullgraph=True"
         seen = seen.__cause__ or seen.__context__
     return f"failed: {type(error).__name__}" if otherwise == "failed" else otherwise

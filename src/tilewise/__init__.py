@@ -1,4 +1,4 @@
-"""Flash attention for PyTorch in which every kernel is Python."""
+"""Flash attention for PyTorch, written entirely in Python."""
 
 from .core import forks  # noqa: F401  (before torch is imported)
 

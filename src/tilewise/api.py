@@ -219,7 +219,9 @@ def paged_attention(
     return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens, *more), options)
 
 
-PLAN_RUNS_EAGERLY = "tilewise.plan reads values and addresses: it runs outside graphs, and not with fullgraph=True"
+PLAN_RUNS_EAGERLY = (
+    "tilewise.plan reads values and addresses: torch.compile breaks the graph there, and fails with fullgraph=True"
+)
 # Arguments of which a plan reads no values: these may be on the meta device.
 SHAPE_ONLY = ("q", "k", "v", "block_table", "sinks", "alibi_slopes", "q_bias", "k_bias", "out")
 
@@ -295,7 +297,7 @@ def _check_plannable(arguments: dict[str, Any]) -> None:
             kind = "tensor of torch.vmap or torch.func" if is_in_transform(x) else type(x).__name__
             raise InvalidArgument(name, f"a {kind}", "one with memory, or on the meta device")
         if x.is_meta and name not in SHAPE_ONLY:
-            remedy = "take tensors with memory, or leave it out"
+            remedy = "pass tensors with memory, or leave it out"
             raise InvalidArgument(name, "a tensor on meta", "its values: the plan counts the work by them", remedy)
 
 

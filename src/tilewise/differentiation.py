@@ -210,7 +210,7 @@ def _refuse_batches(*incoming: torch.Tensor | None) -> None:
     """Refuses the batches of `is_grads_batched`, which torch passes as one tensor without memory."""
     for x in incoming:
         if x is not None and is_legacy_batched(x):
-            remedy = "instead of is_grads_batched=True or vectorize=True take torch.func.vmap or torch.func.jacrev"
+            remedy = "use torch.func.vmap or torch.func.jacrev instead of is_grads_batched=True or vectorize=True"
             raise InvalidArgument("gradient of out or lse", "a batch of gradients", "one gradient", remedy)
 
 

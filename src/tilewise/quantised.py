@@ -44,7 +44,7 @@ class Quantised:
         object.__setattr__(self, "group", self.format.group)
         in_row = self.format.scales_in_row
         if (self.scales is None) is not in_row:
-            given, wanted = ("a tensor", "None: its rows hold them") if in_row else ("None", "a tensor")
+            given, wanted = ("a tensor", "None: the scales are in the rows") if in_row else ("None", "a tensor")
             raise InvalidArgument("scales", f"{given} for {self.dtype}", wanted)
         parts = ("data",) if in_row else ("data", "scales")
         for name in parts:
@@ -57,7 +57,7 @@ class Quantised:
             held, columns = self.data.shape[-1], self.format.columns(self.shape[-1])
             fits = "" if held == columns else f"{self.shape[-1]} elements: {columns} bytes"
             if wanted := self.format.wants(self.shape[-1]) or fits:
-                raise InvalidArgument("data", f"rows of {held} bytes", f"those of {wanted}")
+                raise InvalidArgument("data", f"rows of {held} bytes", f"rows of {wanted}")
             return
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InvalidArgument("scales", self.scales.dtype, "float32, float16 or bfloat16")
@@ -95,7 +95,9 @@ class Quantised:
         if not x.ndim:
             raise InvalidArgument("x", "shape ()", "[..., D], rank 1 or more")
         if not x.is_floating_point():
-            raise InvalidArgument("x", x.dtype, "floats", "numbers that are quantised already go into Quantised itself")
+            raise InvalidArgument(
+                "x", x.dtype, "floats", "already quantised numbers go to Quantised(data, scales, ...)"
+            )
         stored = stored_as(dtype, group)
         if wanted := stored.wants(x.shape[-1]):
             raise InvalidArgument("x", f"last dim {x.shape[-1]}", wanted, "use int8")

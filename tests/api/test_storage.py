@@ -200,11 +200,11 @@ def test_rows_of_int8_lie_in_one_another_with_their_scales():
 
 def test_quantised_says_what_it_wants_of_rows_with_scales():
     data = torch.zeros(3, 656, dtype=torch.uint8)
-    with pytest.raises(InvalidArgument, match="None: its rows hold them"):
+    with pytest.raises(InvalidArgument, match="None: the scales are in the rows"):
         Quantised(data, torch.ones(3, 4), "fp8_latent", 128)
     with pytest.raises(InvalidArgument, match="scales: got None for int8, expected a tensor"):
         Quantised(data.view(torch.int8), None, "int8", 64)
-    with pytest.raises(InvalidArgument, match="rows of 500 bytes, expected those of 512 or an even number more"):
+    with pytest.raises(InvalidArgument, match="rows of 500 bytes, expected rows of 512 or an even number more"):
         Quantised(data[:, :500], None, "fp8_latent", 128)
     with pytest.raises(InvalidArgument, match="last dim 96, expected 512 or an even number more for fp8_latent"):
         Quantised.from_float(torch.zeros(3, 96), "fp8_latent", 128)

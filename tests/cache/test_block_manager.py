@@ -184,7 +184,7 @@ def test_a_page_whose_second_layer_was_never_written_is_not_found():
     with pytest.raises(InvalidArgument, match="not all written"):
         cache.fork(a)
     assert cache.keys(a, layer=0).shape[1] == 8
-    with pytest.raises(InvalidArgument, match="the last 8 are not all written in layer 1"):
+    with pytest.raises(InvalidArgument, match="whose last 8 tokens are not all written in layer 1"):
         cache.keys(a, layer=1)
 
 
@@ -194,7 +194,7 @@ def test_tokens_that_follow_truncated_ones_are_not_written():
     put(cache, a, FIRST + SECOND)
     cache.truncate(a, 4)
     cache.extend(a, 4)
-    with pytest.raises(InvalidArgument, match="the last 4 are not all written"):
+    with pytest.raises(InvalidArgument, match="whose last 4 tokens are not all written"):
         cache.keys(a)
 
 
@@ -206,7 +206,7 @@ def test_tokens_of_an_undone_batch_are_not_written():
     batch.undo()
     cache.extend(a, 4)
     for layer in (0, 1):
-        with pytest.raises(InvalidArgument, match="the last 4 are not all written"):
+        with pytest.raises(InvalidArgument, match="whose last 4 tokens are not all written"):
             cache.keys(a, layer=layer)
 
 

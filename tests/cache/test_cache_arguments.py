@@ -129,7 +129,7 @@ def test_tensors_without_memory_are_not_written():
     for append in (cache.append, lambda k, v: paged.append([sequence], k, v)):
         with pytest.raises(InvalidArgument, match=r"k: got a FakeTensor, expected a plain torch\.Tensor"):
             append(fake, fake)
-        with pytest.raises(InvalidArgument, match=r"k: got a tensor inside of a torch\.func transform"):
+        with pytest.raises(InvalidArgument, match=r"k: got a tensor inside a torch\.func transform"):
             torch.vmap(lambda k, append=append: append(k, x))(x[None])
     assert cache.lengths.tolist() == [0]
     assert paged.length(sequence) == 0

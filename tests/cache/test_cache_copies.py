@@ -105,7 +105,9 @@ def test_several_layers_and_tokens_on_their_way(way):
     batch = cache.extend(a, 2)
     batch.write(*rows(2, 2, 1, 32, seed=5), layer=0)
     other = WAYS[way](cache)
-    with pytest.raises(InvalidArgument, match=r"the last 2 are not all written in layer 1, .*truncate .* to 5"):
+    with pytest.raises(
+        InvalidArgument, match=r"whose last 2 tokens are not all written in layer 1, .*truncate .* to 5"
+    ):
         other.keys(a, layer=1)
     assert other.keys(a, layer=0).equal(cache.keys(a, layer=0))
     other.truncate(a, 5)
@@ -164,7 +166,7 @@ def test_a_batch_is_neither_copied_nor_pickled():
     for batch in (cache.extend(a), cache.view(fork)):
         for way in WAYS.values():
             with pytest.raises(
-                InvalidArgument, match=r"batch: got a copy or a pickle, .* copy the cache, and take a view"
+                InvalidArgument, match=r"batch: got a copy or a pickle, .* copy the cache, and call view on the copy"
             ):
                 way(batch)
 

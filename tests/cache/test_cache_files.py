@@ -243,7 +243,7 @@ def test_only_plain_files_are_replaced(tmp_path, monkeypatch):
     assert pipe.is_fifo()
     assert link.is_symlink()
     assert len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(InvalidArgument, match="no plain file"):
+    with pytest.raises(InvalidArgument, match="not a regular file"):
         KVCache.load(pipe)
     with pytest.raises(IsADirectoryError):
         KVCache.load(folder)

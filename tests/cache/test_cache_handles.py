@@ -187,7 +187,7 @@ class TestUnwrittenTokens:
             lambda: cache.view(a, 2).attend(rows(2, 4, 32), layer=1), lambda: cache.keys(a, 1),
             lambda: cache.fork(a), lambda: cache.save(tmp_path / "x"), lambda: cache.save_prefix(tmp_path / "x", a),
         ):  # fmt: skip
-            with pytest.raises(InvalidArgument, match=r"got 0, of whose tokens the last 5 are not all written"):
+            with pytest.raises(InvalidArgument, match=r"got 0, whose last 5 tokens are not all written"):
                 use()
         assert not list(tmp_path.iterdir())
         batch.write(*rows(2, 5, 2, 32, seed=1), layer=1)
@@ -200,7 +200,9 @@ class TestUnwrittenTokens:
         put(cache, a, 3)
         cache.extend(a, 2)
         put(cache, a, 1, seed=1)
-        with pytest.raises(InvalidArgument, match=r"the last 3 are not all written.* truncate the sequence to 3"):
+        with pytest.raises(
+            InvalidArgument, match=r"whose last 3 tokens are not all written.* truncate the sequence to 3"
+        ):
             cache.attend(a, rows(1, 4, 1, 32))
         cache.truncate(a, 3)
         cache.attend(a, rows(1, 4, 1, 32))

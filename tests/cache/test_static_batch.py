@@ -281,7 +281,7 @@ def test_sequences_that_have_changed_are_refused():
     for use in (lambda: batch.write(*given[1:]), lambda: batch.attend(given[0])):
         with pytest.raises(InvalidArgument, match="batch: got one made before sequence 0 was changed"):
             use()
-    with pytest.raises(InvalidArgument, match="sequences: got 2, of whose tokens the last 1 are not all written"):
+    with pytest.raises(InvalidArgument, match="sequences: got 2, whose last 1 tokens are not all written"):
         batch.extend([ids[2]])
     batch.extend(ids[:2])
     cache.free(ids[1])

@@ -249,7 +249,7 @@ def test_under_compile():
     got = compiled(q * 2, k, v, score_mod=lambda s, b, h, q, k: s + bias[k], block_mask=mask) + 1
     assert torch.equal(got, want)
     torch.compiler.reset()
-    with pytest.raises(Exception, match=r"tilewise reads the code of (score_mod and )?mask_mod"):
+    with pytest.raises(Exception, match=r"tilewise traces (score_mod and )?mask_mod itself"):
         torch.compile(model, backend="eager", fullgraph=True)(q, k, v)
 
 
@@ -260,7 +260,7 @@ q, short = torch.zeros(1, H, L, D), torch.zeros(1, H, 7, D)
     ("changes", "message"),
     [
         ({"return_aux": AuxRequest(lse=True, max_scores=True)}, "return_aux: got max_scores=True"),
-        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "return_lse: got True beside"),
+        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "return_lse: got both"),
         ({"key": q[:, :2], "value": q[:, :2]}, "key: got 2 heads, expected query's 4; enable_gqa"),
         ({"key": q.expand(2, -1, -1, -1)}, "key: got 2 batch rows, expected query's 1, or 1"),
         ({"query": q[0]}, "query: got rank 3"),

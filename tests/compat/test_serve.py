@@ -161,7 +161,7 @@ def check(folder, log, most):
         with pytest.raises(openai.BadRequestError) as refused:
             asked(client, folder, "word " * 2 * ROOM, most)
         assert refused.value.param == "messages"
-        assert f"there is room for {ROOM}" in refused.value.body["message"]
+        assert f"at most {ROOM}" in refused.value.body["message"]
         sampled_and_refused(client, folder, most, wanted[1])
         assert ask_all() == wanted  # whatever else there was
         stream = asked(client, folder, "Tell me another long story.", 900)

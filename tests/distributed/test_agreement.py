@@ -72,7 +72,7 @@ def test_other_values_of_an_option_than_before(two, scheme, name, common, both):
     for rank, (agreed, differs, again) in enumerate(two(_other_values, name, common, both, scheme)):
         assert (agreed, again) == ("fine", "fine")
         assert differs.startswith(f"InvalidArgument: {name}: got "), differs
-        assert f"on rank {rank}, and something else on rank {1 - rank}, expected the same on all ranks" in differs
+        assert f"on rank {rank}, but not the same on rank {1 - rank}, expected the same on all ranks" in differs
 
 
 def _known_calls(which):

@@ -126,7 +126,8 @@ def commands(document: Path) -> Iterator[list[str]]:
             yield command.strip().removeprefix("$ ").split()
 
 
-@pytest.mark.parametrize("document", DOCS, ids=by_name)
+# Messages have quotes of their own within theirs.
+@pytest.mark.parametrize("document", [file for file in DOCS if file.name != "messages.md"], ids=by_name)
 def test_commands_exist(document: Path) -> None:
     targets = re.findall(r"(?m)^([A-Za-z][\w-]*)\s*:(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     for words in commands(document):

@@ -116,7 +116,7 @@ def test_what_is_refused(tmp_path, folder, capsys):
     with pytest.raises(SystemExit):
         main(["chat", "--gguf", "a", "--model", "b"])
     assert main(["chat", "Hello " * 300, "--model", str(folder)]) == 1
-    assert "no more room" in capsys.readouterr().err
+    assert "context is full" in capsys.readouterr().err
 
 
 def test_other_files_are_refused(tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ def test_the_planner_follows_what_was_found(small, monkeypatch, caplog):
     assert "not yet run on a GPU" in plan.notes[0]  # as without a proof
     reason = dict(plan.passed_over)["hopper"]
     assert "prefill kernels failed on this machine by `tilewise prove`, case B2-H4-L33-D64-bf16-causal: out" in reason
-    assert "backend='hopper' takes it all the same" in reason
+    assert "backend='hopper' uses it anyway" in reason
     named = prefill(backend="hopper")
     assert named.backend == "hopper"
     assert "out: 1 of 8448 elements are off" in named.notes[0]
@@ -172,7 +172,7 @@ def test_what_is_proven_is_taken(prove):
 
     reason = dict(prefill().passed_over)["hopper"]
     assert "compiled with Triton 3.7, not yet run on a GPU: `tilewise prove` checks them on this machine" in reason
-    assert "lets calls take hopper" in reason
+    assert "lets calls use hopper" in reason
     assert taken() == taken() == ["triton"]
     proof = prove()
     assert proof.is_complete
@@ -219,7 +219,7 @@ def test_the_command_keeps_what_it_has_when_interrupted(prove, capsys, monkeypat
 
     monkeypatch.setattr(proving, "prove", interrupted)
     assert main(["prove"]) == 130
-    assert "`tilewise prove` goes on there" in capsys.readouterr().err
+    assert "`tilewise prove` continues from there" in capsys.readouterr().err
 
 
 def test_another_driver_asks_again(prove, monkeypatch):
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_written(prove, small, capsys, monkeypatch):
     monkeypatch.setattr(proving, "prove", lambda *args, **options: proof)
     assert main(["prove"]) == 0
     said = capsys.readouterr()
-    assert "cannot be kept" in said.err
+    assert "could not be saved" in said.err
     assert "kept in" not in said.out
     assert not list((small / "file").parent.glob("proofs"))
 
@@ -330,7 +330,7 @@ def test_a_lock_is_waited_for(tmp_path):
 def test_time_that_is_over_says_nothing(small, capsys):
     """No check is made, no family is proven, and the status is that of success."""
     assert main(["prove", "--device", "cpu", "--minutes", "1e-9"]) == 0
-    assert "Not all checks are done" in capsys.readouterr().err
+    assert "Some checks are left" in capsys.readouterr().err
     proof = proofs.kept(planner.proof_facts("cpu", torch.device("cpu")))
     assert {proof.verdict("cpu", family).kind for family in proof.families["cpu"]} == {"open"}
 

@@ -206,7 +206,7 @@ def test_a_slower_machine_is_not_our_doing(tmp_path, capsys):
     b = write(tmp_path / "b.json", cell(name="x", ours=2.0, peers=slow), cell(name="y", ours=2.0, peers=slow))
     assert main(["compare", str(a), str(b)]) == 0
     text = capsys.readouterr().out
-    assert "peers: 0.50x as fast" in text
+    assert "peers ran at 0.50x their earlier speed" in text
     assert "0 faster, 0 slower, 2 the same" in text
 
 
@@ -339,11 +339,11 @@ def test_pictures_are_svg_that_stands_alone(name, tmp_path):
 
 def test_a_picture_says_what_the_record_notes(tmp_path):
     """Above the charts, in lines that fit: a picture is shown without the page and the tables."""
-    notes = ["the machine was not quiet: load 1.5 at the start", "a word " * 30]
+    notes = ["the machine was busy: load 1.5 at the start", "a word " * 30]
     plot.draw(record(cell(), notes=notes), tmp_path / "a.svg")
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     top = [(float(x.get("y")), x.text) for x in root if x.tag.endswith("text")]
-    assert "note: the machine was not quiet: load 1.5 at the start" in [text for _, text in top]
+    assert "note: the machine was busy: load 1.5 at the start" in [text for _, text in top]
     assert "a word a word" in top[-1][1]
     assert all(len(text) <= svg.LETTERS for _, text in top[1:])
     first = next(x for x in root if x.tag.endswith("}g"))

@@ -126,7 +126,7 @@ def test_candidates_fit_and_begin_with_the_heuristics_own():
 def test_a_file_that_is_none_of_ours_is_left_out_with_a_warning(tmp_path, text):
     file = tmp_path / "tuned.json"
     file.write_text(text)
-    with pytest.warns(UserWarning, match=r"tuned\.json is not a file of `tilewise tune`"):
+    with pytest.warns(UserWarning, match=r"tuned\.json: not a file that `tilewise tune` wrote"):
         assert tuned.read(file) == {}
 
 

@@ -68,7 +68,7 @@ def create_block_mask(
     """
     del _compile, dq_kv_order
     if compute_dq_write_order:
-        raise InvalidArgument("compute_dq_write_order", True, "False", "gradients of tilewise are deterministic as is")
+        raise InvalidArgument("compute_dq_write_order", True, "False", "tilewise's gradients are already deterministic")
     if device is None:
         device = _accelerator()
     BQ, BK = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
@@ -92,7 +92,10 @@ def create_block_mask(
     return made
 
 
-eager_function(create_block_mask, "tilewise reads the code of mask_mod: outside graphs, and not with fullgraph=True")
+eager_function(
+    create_block_mask,
+    "tilewise traces mask_mod itself: torch.compile breaks the graph there, and fails with fullgraph=True",
+)
 
 
 def _accelerator() -> Any:

@@ -33,7 +33,7 @@ def register() -> None:
     try:
         if reason := too_old():
             warnings.warn(
-                f"{reason}: attn_implementation='tilewise' does not exist; {install_line('hf')}", stacklevel=2
+                f"{reason}: attn_implementation='tilewise' is not available; {install_line('hf')}", stacklevel=2
             )
             return
         from . import transformers
@@ -44,7 +44,9 @@ def register() -> None:
     except ImportError:
         return
     except Exception as error:  # a later transformers must stay importable whatever has changed
-        warnings.warn(f"tilewise is no attention implementation of this transformers: {error!r}", stacklevel=2)
+        warnings.warn(
+            f"could not register attn_implementation='tilewise' with this transformers: {error!r}", stacklevel=2
+        )
 
 
 class Finder:

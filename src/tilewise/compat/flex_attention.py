@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask,
 
 from ..api import attention
 from ..core.eager import eager_function
+from ..core.expression.mods import TRACED_ITSELF
 from ..core.private.torch import any_autocast
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument
@@ -100,9 +101,7 @@ def flex_attention(
     return out, lse if return_aux is None else _home.AuxOutput(lse=lse)
 
 
-eager_function(
-    flex_attention, "tilewise reads the code of score_mod and mask_mod: outside graphs, and not with fullgraph=True"
-)
+eager_function(flex_attention, TRACED_ITSELF)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
@@ -123,7 +122,9 @@ def _wants_lse(return_lse: bool, return_aux: Any) -> bool:
     if return_aux is None:
         return bool(return_lse)
     if return_lse:
-        raise InvalidArgument("return_lse", "True beside return_aux", "one of them", "return_aux=AuxRequest(lse=True)")
+        raise InvalidArgument(
+            "return_lse", "both return_lse and return_aux", "one of them", "return_aux=AuxRequest(lse=True)"
+        )
     if return_aux.max_scores:
         remedy = "AuxRequest(lse=True): tilewise has no largest scores yet"
         raise InvalidArgument("return_aux", "max_scores=True", "max_scores=False", remedy)

@@ -52,8 +52,8 @@ class CachedKV:
     @staticmethod
     def _refuse() -> NoReturn:
         raise InvalidArgument(
-            "past_key_values", "a QuantisedCache that another attention, or the model itself, reads as tensors",
-            "attn_implementation='tilewise', and a model that hands its cache to attention as it is",
+            "past_key_values", "a QuantisedCache that the model or another attention reads as tensors",
+            "attn_implementation='tilewise', and a model that passes its cache to attention unchanged",
             "model.set_attn_implementation('tilewise'), a LatentCache for latent attention, or a DynamicCache",
         )  # fmt: skip
 
@@ -163,7 +163,9 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         if left < 0 or left < (total if self.window is None else min(total, self.window - 1)):
             remedy = "call activate_past_recording() before the tokens that may be removed"
             given = f"{tokens_to_remove} of {self.held} tokens held, in a window of {self.window}"
-            raise InvalidArgument("tokens_to_remove", given, "fewer: the window needs what is gone", remedy)
+            raise InvalidArgument(
+                "tokens_to_remove", given, "fewer: the window would need tokens that were dropped", remedy
+            )
         if tokens_to_remove:
             for row in range(self.cache.batch):
                 self.cache.truncate(row, left)

@@ -183,7 +183,9 @@ def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
         raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
     if cache is not None:
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
-        raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
+        raise InvalidArgument(
+            "cache", type(cache).__name__, "None: this name does not serve continuous batching", remedy
+        )
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> Any:
@@ -236,7 +238,7 @@ def _packed_by(
     if p is None:
         return None
     if p.only and indices is not None:
-        raise InvalidArgument("indices", "keys of their own for packed sequences", "sequences in rows of their own")
+        raise InvalidArgument("indices", "separate keys for each packed sequence", "one sequence in each row")
     if indices is None and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v)))):
         return p.offsets, p.offsets, p.longest, p.longest, p.lengths
     return None

@@ -26,7 +26,7 @@ def to_tensor(name: str, x: Any) -> torch.Tensor:
     library = _library(x)
     if library == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
         remedy = "inside jax.jit call tilewise through jax.pure_callback (docs/integrations/arrays.md); jax.grad cannot"
-        raise InvalidArgument(name, "a JAX tracer", "an array with numbers in it", remedy)
+        raise InvalidArgument(name, "a JAX tracer", "a concrete array", remedy)
     if type(x).__module__.startswith("torch.fx"):  # a Proxy
         remedy = "torch.fx.wrap the function that calls tilewise, or trace by make_fx or torch.export"
         raise InvalidArgument(name, type(x).__name__, "a torch tensor", remedy)
@@ -43,12 +43,14 @@ def to_write(name: str, x: Any) -> torch.Tensor:
     if getattr(getattr(x, "flags", None), "writeable", True) is False:
         raise InvalidArgument(name, "a read-only array", "one that can be written")
     if _library(x) in ("jax", "jaxlib"):
-        raise InvalidArgument(name, "a JAX array", "one that can be written", "leave it out: JAX arrays do not change")
+        raise InvalidArgument(name, "a JAX array", "one that can be written", "leave it out: JAX arrays are immutable")
     if _is_numpy(x) and _runs_backwards(x):
         raise InvalidArgument(name, f"an array with strides {x.strides}", "none below 0: torch cannot write there")
     found = to_tensor(name, x)
     if isinstance(x, torch.Tensor) and found is not x:
-        raise InvalidArgument(name, "a tensor of negated numbers", "one to write to", f"{name}.resolve_neg()")
+        raise InvalidArgument(
+            name, "a lazily negated tensor (is_neg())", "one that can be written", f"{name}.resolve_neg()"
+        )
     return found
 
 
@@ -58,7 +60,7 @@ def with_memory(name: str, x: Any) -> torch.Tensor:
         return to_tensor(name, x)
     if is_transformed():
         remedy = "call it without torch.vmap and torch.func around it; gradients: .backward() or torch.autograd.grad"
-        raise InvalidArgument(name, "a tensor inside of a torch.func transform", "one outside of it", remedy)
+        raise InvalidArgument(name, "a tensor inside a torch.func transform", "one outside it", remedy)
     return _strided(name, x)
 
 
@@ -76,7 +78,7 @@ def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
     if x.layout is not torch.strided:
         raise InvalidArgument(name, f"a tensor of layout {x.layout}", "a strided one", "hand in x.to_dense()")
     if is_functional(x) and not is_traced():
-        raise InvalidArgument(name, "a functional tensor outside of its transform", "a tensor with memory")
+        raise InvalidArgument(name, "a functional tensor outside its transform", "a tensor with memory")
     refuse_tangent(name, x)
     return x.resolve_neg() if x.is_neg() else x
 
@@ -112,7 +114,7 @@ def _from_numpy(name: str, x: Any) -> torch.Tensor:
         raise InvalidArgument(name, repr(x), "a torch tensor, a NumPy array or an object with __dlpack__")
     if type(x) is not np.ndarray:  # a memory map, say: its numbers as they lie
         if np.ma.isMaskedArray(x):
-            remedy = "its numbers are x.data; what is hidden is for mask=, where True attends"
+            remedy = "pass x.data, and ~x.mask as mask= (True = attend)"
             raise InvalidArgument(name, "a masked array", "a plain one", remedy)
         x = np.asarray(x)
     if x.dtype.name in _BITS:  # of ml_dtypes: torch knows the bits, not the name

@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 from .private.torch import mark_eager
 
 Class = TypeVar("Class", bound=type)
-REASON = "a tilewise cache keeps its lengths in Python: its methods run outside graphs, and not with fullgraph=True"
+REASON = (
+    "a tilewise cache keeps its lengths in Python: torch.compile breaks the graph at its methods, "
+    "and fails with fullgraph=True"
+)
 
 
 def eager(cls: Class) -> Class:

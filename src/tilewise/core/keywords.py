@@ -48,11 +48,11 @@ OTHER_NAMES = {
 }
 # What else to know of a name that was probably meant.
 EXPLAINED = {
-    "window": "window=W is W keys with the query's own, a pair the keys on each side; None, not -1, is unlimited",
+    "window": "window=W means W keys with the query's own, a pair the keys on each side; None, not -1, means unlimited",
     "causal": "it aligns the last query with the last key; q_offset=0 aligns the first ones, as torch's is_causal does",
     "return_lse": "it returns AttentionState(out, lse); the weights are never computed",
     "alibi_slopes": "tilewise.alibi_slopes(H) makes them",
-    "mask": "a float one is added to the scores, of a bool one True attends",
+    "mask": "a float mask is added to the scores; in a bool mask True means attend",
 }
 # Of other entry points of tilewise: the first that has one of these names takes it.
 ENTRY_POINTS = {

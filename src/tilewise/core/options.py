@@ -107,7 +107,7 @@ def to_int(value: Any) -> Any:
 
 def as_window(window: Any) -> Window:
     """(left, right): the keys on each side of the query's own. `W` is W keys with its own; None is unlimited."""
-    remedy = "window=W is W keys with the query's own; None, not -1, is unlimited"
+    remedy = "window=W means W keys with the query's own; None, not -1, means unlimited"
     if window is None:
         return (None, None)
     window = to_int(window)
@@ -214,7 +214,12 @@ def as_block(block_size: Any) -> int:
 def as_block_size(o: Options) -> int:
     """The keys in a block of `block_indices`; 1 for `key_indices`."""
     if o.block_indices is not None and o.key_indices is not None:
-        raise InvalidArgument("block_indices", "given beside key_indices", "one of them", "choose by keys alone")
+        raise InvalidArgument(
+            "block_indices",
+            "both block_indices and key_indices",
+            "one of them",
+            "key_indices can name every key of a block",
+        )
     if o.block_indices is None:
         if o.block_size is not None:
             raise InvalidArgument("block_size", "given alone", "block_indices with it")
@@ -266,7 +271,7 @@ def as_tile(name: str, tile: Any) -> tuple[int, int]:
 
 def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.inf)) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):  # no tensors: reading one may wait for its device
-        remedy = f"float({name})" + "; one that is learned goes into q" * (name == "scale")
+        remedy = f"float({name})" + "; multiply q by a learned scale" * (name == "scale")
         raise InvalidArgument(name, repr(value), "a finite number", remedy if hasattr(value, "item") else "")
     try:
         number = float(value)

@@ -135,7 +135,7 @@ def _choose(problem: Problem, backend: str | None, here: bool) -> Plan:
             taken, words = trust(name, problem, here, asks=here)
             if taken:
                 return replace(_noted(_plan(name, problem), words), passed_over=tuple(passed_over))
-            reason = Lacking(f"{words}, backend={name!r} takes it all the same")
+            reason = Lacking(f"{words}, backend={name!r} uses it anyway")
         if here and isinstance(reason, Lacking):
             _warn(name, problem, reason)
         passed_over.append((name, reason))
@@ -193,7 +193,7 @@ def _verdict(name: str, problem: Problem, facts: proofs.Facts | None) -> proofs.
 
 def _offer(name: str, unproven: Unproven, facts: proofs.Facts | None, here: bool) -> str:
     """What `tilewise prove` would change."""
-    result = "removes this note" if unproven.taken else f"lets calls take {name} where it is right and faster"
+    result = "removes this note" if unproven.taken else f"lets calls use {name} where it is correct and faster"
     new = None if facts is None else proofs.changed(facts)
     since = f"; since the last time: {new}" * (new is not None)
     return f"`tilewise prove` checks them on {'this' if here else 'that'} machine, and {result}{since}"

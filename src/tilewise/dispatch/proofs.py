@@ -36,7 +36,7 @@ VARIABLE = "TILEWISE_PROVE"
 WAIT = 300  # seconds for a proof that another thread or process makes
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe is not waited for
 COMMAND = "from tilewise.tools.cli import main; sys.exit(main(['prove', '--device', sys.argv[-1]]))"
-REMEDY = "`tilewise prove --again` writes it anew"
+REMEDY = "`tilewise prove --again` writes a new one"
 Facts = Mapping[str, str]
 
 forgetters: list[Callable[[], None]] = []  # empty the caches that depend on proofs
@@ -135,7 +135,7 @@ def read(path: Path) -> Proof | None:
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}, expected {FORMAT}")
         if digest != _digest(found):
-            raise ValueError("its digest is wrong")
+            raise ValueError("its checksum does not match")
         return Proof(found["facts"], found["families"], found["date"])
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -150,7 +150,7 @@ def _content(path: Path) -> bytes:
     handle = os.open(path, READ)
     try:
         status = os.fstat(handle)
-        reason = others_may_change(status) if stat.S_ISREG(status.st_mode) else "is no plain file"
+        reason = others_may_change(status) if stat.S_ISREG(status.st_mode) else "is not a regular file"
         if reason is not None:
             raise PermissionError(errno.EPERM, f"it {reason}")
         with open(handle, "rb", closefd=False) as file:

@@ -134,20 +134,20 @@ def _exchange(ranks: Ranks, values: dict[str, object], fault: Fault | None, devi
     state = FAULTY * (fault is not None) + UNREAD * (not values)
     own = [state, *digests, *[0] * (WIDTH - 1 - len(digests))]
     every = [x.tolist() for x in _gathered(torch.tensor(own, dtype=torch.int64, device=device), ranks)]
-    first = _first_fault(ranks, fault, device) if any(numbers[0] & FAULTY for numbers in every) else None
+    first = _remote_fault(ranks, fault, device) if any(numbers[0] & FAULTY for numbers in every) else None
     readable = {rank: numbers for rank, numbers in enumerate(every) if not numbers[0] & UNREAD}
     for i, (name, value) in enumerate(values.items(), 1):  # first of all: a fault may follow from a difference
         if others := [rank for rank, numbers in readable.items() if numbers[i] != own[i]]:
             mine, *theirs = (dist.get_global_rank(ranks.group, rank) for rank in (ranks.rank, *others))
-            difference = f"{value} on rank {mine}, and something else on rank {', '.join(map(str, theirs))}"
-            uneven = "length= says how many tokens all ranks hold, where they do not hold equally many"
+            difference = f"{value} on rank {mine}, but not the same on rank {', '.join(map(str, theirs))}"
+            uneven = "pass length=, the tokens of all ranks together, if ranks hold different numbers"
             remedy = uneven if name in ("q", "k", "v", "x") else ""
             return _fault(InvalidArgument(name, difference, "the same on all ranks", remedy), ranks)
     return first
 
 
-def _first_fault(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fault | None:
-    """The fault of the first rank that has one, the same on all ranks; None on a rank that has its own."""
+def _remote_fault(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fault | None:
+    """The error of the lowest faulty rank, gathered from all; None on ranks that raise their own."""
     text = b"" if fault is None else f"{fault.rank}:{fault.text}".encode()[:FAULT_BYTES]
     padded = torch.tensor(list(text.ljust(FAULT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     texts = [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in _gathered(padded, ranks)]
@@ -156,7 +156,7 @@ def _first_fault(ranks: Ranks, fault: Fault | None, device: torch.device) -> Fau
     rank, _, words = next(x for x in texts if x).partition(":")
     argument, _, what = words.partition(": ")
     full = what.removeprefix(f"{CacheFull.__name__}: ")
-    want = "arguments that are right on all ranks"
+    want = "valid arguments on every rank"
     refused = InvalidArgument(argument, f"a fault on rank {rank} ({what})", want)
     return Fault(refused if full == what else CacheFull(f"on rank {rank}: {full}"), int(rank), words)
 

@@ -142,7 +142,7 @@ def _supported(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a call over several ranks takes; refuses all others that are set."""
     for name, remedy in INSTEAD.items():
         if options.get(name) not in (None, 0.0) if name == "dropout_p" else options.get(name) is not None:
-            raise InvalidArgument(name, "one over several ranks", "none", remedy)
+            raise InvalidArgument(name, "an option that does not work over several ranks", "none", remedy)
     if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
         from .attention import attention  # it imports this module
 

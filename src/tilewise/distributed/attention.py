@@ -21,7 +21,7 @@ from .layout import Ranks, inner_sizes, is_meta, ranks_of, total, values_of
 from .pair_call import Call
 
 OWN_DIMS = {"mask": (-2,), "q_bias": (-1,), "key_indices": (-2, -1)}  # whose sizes are a rank's own
-REASON = "messages between ranks are no part of a graph: it runs outside of graphs, and not with fullgraph=True"
+REASON = "messages between ranks cannot be traced: torch.compile breaks the graph there, and fails with fullgraph=True"
 
 
 def attention(
@@ -143,7 +143,10 @@ def _kind(
     mesh: tuple[Ranks, Ranks],
     options: dict[str, Any],
 ) -> Kind:
-    """The kind of a call, equal on all ranks: without a number of tokens that `lengths` gives, or rows of a rank."""
+    """A hashable description of the call that must match on every rank.
+
+    It leaves out the rows of each rank, and numbers of tokens where `lengths` gives them.
+    """
     sizes: list[tuple[str, Any]] = []
     for name, x, tokens_of_all in zip("qkv", qkv, (*lengths, lengths[1]), strict=True):
         if isinstance(x, torch.Tensor):

@@ -51,7 +51,9 @@ class ShardedKVCache:
 
     def __init__(self, mesh: Any, num_pages: int, page_size: int, *args: Any, interleave: int = 1, **options: Any):
         if not is_int(interleave) or not 1 <= interleave < 2**31:
-            raise InvalidArgument("interleave", repr(interleave), "tokens that lie together, 1 or more, below 2**31")
+            raise InvalidArgument(
+                "interleave", repr(interleave), "the number of consecutive tokens that a rank stores, 1 to 2**31 - 1"
+            )
         self.ranks, _ = ranks_of(mesh, "ring")
         self.interleave = interleave
         self.cache = PagedKVCache(num_pages, page_size, *args, **options)
@@ -111,7 +113,9 @@ class ShardedKVCache:
 
         def check() -> None:
             if not is_int(length) or not 0 <= length <= self.length(sequence):
-                raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
+                raise InvalidArgument(
+                    "length", repr(length), f"0 to {self.length(sequence)}, the tokens of the sequence"
+                )
 
         self._change("truncate", lambda: {**self._about([sequence]), "length": length}, check)
         self.cache.truncate(sequence, self.own_tokens(length))
@@ -204,7 +208,9 @@ class ShardedKVCache:
 
     def check_connected(self) -> None:
         if self.ranks.size > 1 and self.ranks.group is None:
-            raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
+            raise InvalidArgument(
+                "cache", "a pickled cache, which has no ranks", "one with a mesh", "call cache.attach(mesh)"
+            )
 
     def attend(self, sequences: int | Sequence[int], q: torch.Tensor, **options: Any) -> Any:
         """Attention of the last tokens' queries over their sequences; see `ShardedBatch.attend`."""

@@ -84,7 +84,7 @@ def _whole_lengths(lengths: set[int], mesh: Any, scheme: str) -> dict[int, int]:
     }
     for r, u in itertools.product(range(ring.size), range(inner.size)):
         if len({sizes[r][u] for sizes in rank_sizes.values()}) < len(rank_sizes):
-            want = "lengths of which every rank has another number of tokens"
+            want = "lengths that every rank can tell apart by its number of tokens"
             raise InvalidArgument("buffers", f"lengths {sorted(lengths)}", want, "pad them to one length")
     return {sizes[ring.rank][inner.rank]: n for n, sizes in rank_sizes.items()}
 
@@ -125,7 +125,9 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
 
     def of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
         if reason := sdpa.why_torch(query, key, value):
-            raise InvalidArgument("query", reason, "what tilewise computes: torch's own function is not sharded")
+            raise InvalidArgument(
+                "query", reason, "a call that tilewise supports: torch's own SDPA would see this rank's keys alone"
+            )
         return plain(query, key, value, *args, **options)
 
     yield sdpa, "attention", sharded

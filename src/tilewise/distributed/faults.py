@@ -21,8 +21,8 @@ def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
     what = str(error).strip().partition("\n")[0][:300]
     return RankLost(
         f"rank {ranks.rank} of {ranks.size} had an exchange with rank {them}, which failed: {what}. A rank has died, "
-        "hangs, or was called with other sizes or options (validate=True compares them). The group is of no use now: "
-        "end all ranks. How long they wait is timeout= of init_process_group"
+        "hangs, or was called with other sizes or options (validate=True compares them). The process group cannot be "
+        "used any more: stop all ranks. init_process_group(timeout=) sets how long they wait"
     )
 
 

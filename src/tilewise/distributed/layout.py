@@ -61,7 +61,7 @@ def ranks_of(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
     )
     if outside:
         raise InvalidArgument(
-            "mesh", "one that this rank is not in", "one that it is in", "leave out the call on others"
+            "mesh", "a mesh without this rank", "one that contains it", "make the call on ranks of the mesh only"
         )
     if isinstance(mesh, DeviceMesh):
         want = 2 if scheme == "2d" else 1
@@ -141,7 +141,7 @@ def is_meta(x: Any) -> bool:
 def values_of(name: str, x: Any) -> Any:
     """A tensor's values as a list; anything else as it is."""
     if is_meta(x):
-        raise InvalidArgument(name, "a tensor on meta", "its values: the plan of who sends what is made of them")
+        raise InvalidArgument(name, "a tensor on meta", "its values: they decide which rank sends what")
     return x.tolist() if hasattr(x, "tolist") else x
 
 
@@ -155,7 +155,7 @@ def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[
     ints = tuple(int(x) for x in offsets)
     rising = all(a <= b for a, b in itertools.pairwise(ints))
     if len(ints) < 2 or ints[0] != 0 or ints[-1] > length or not rising:
-        want = f"offsets of all ranks' sequences: from 0, never falling, to at most {length} tokens"
+        want = f"offsets of all ranks' sequences: from 0, not decreasing, to at most {length} tokens"
         raise InvalidArgument(name, str(ints[:8]), want)
     return ints
 
@@ -269,7 +269,7 @@ def check_dim(name: str, x: Any, dim_name: str, dim: Any) -> None:
 
 def check_count(name: str, given: int, expected: int, length: int) -> None:
     if given != expected:
-        remedy = "length= is the number on all ranks, if they do not hold equally many; see tilewise.distributed.shard"
+        remedy = "pass length=, the tokens of all ranks, if they hold different numbers; see tilewise.distributed.shard"
         raise InvalidArgument(name, f"{given} tokens", f"{expected}, this rank's of {length}", remedy)
 
 

@@ -38,7 +38,9 @@ def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = N
     for x in (torch.tensor([len(text)], device="cpu"), text):
         _transfer(dist.send, x.to(cache.device), to, group)
     if not int(_transfer(dist.recv, _number(0, cache), to, group)):
-        raise InvalidArgument("to", f"rank {to}, which refused the sequence", "a cache that can take it: it says why")
+        raise InvalidArgument(
+            "to", f"rank {to}, which refused the sequence", "a cache that can take it: the error of that rank says why"
+        )
     for x in tensors.values():
         _transfer(dist.send, x.to(cache.device), to, group)
 

@@ -37,7 +37,7 @@ def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
     """Refuses options of `attention` that the cache sets itself; `names` has the remedies."""
     for name, remedy in names.items():
         if options.get(name) is not None:
-            raise InvalidArgument(name, "an option of attend", "none: the cache knows it", remedy)
+            raise InvalidArgument(name, "an option of attend", "none: the cache sets it", remedy)
 
 
 def check_width(options: dict[str, Any], least: int, most: int | None = None) -> int | None:

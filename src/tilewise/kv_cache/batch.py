@@ -87,7 +87,7 @@ class Batch:
         layer = checks.index("layer", layer, self.cache.layers, "layer")
         self.check()
         if layer not in self._left:
-            remedy = "extend makes room for tokens, each layer is written once"
+            remedy = "extend reserves the tokens, and each layer writes them once"
             raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
         return checks.new_rows(self.cache, k, v, self.counts)
 
@@ -129,7 +129,7 @@ class Batch:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgument(
-            "batch", "a copy or a pickle", "the batch itself", "copy the cache, and take a view of it"
+            "batch", "a copy or a pickle", "the batch itself", "copy the cache, and call view on the copy"
         )
 
     @overload
@@ -220,7 +220,9 @@ class Batch:
         against = [name for name in AGAINST if options.get(name) is not None]
         possible = even and not against and self.tokens > 0 and len(self.counts) > 1
         if wanted and not possible:
-            given = ", ".join(against) or ("queries that not all sequences have" if not even else "a lone sequence")
+            given = ", ".join(against) or (
+                "sequences with different numbers of queries" if not even else "a lone sequence"
+            )
             raise InvalidArgument("cascade", f"True with {given}", "None or False there")
         if wanted is False or not possible:
             return None

@@ -265,7 +265,7 @@ class Sequences:
             number = numbers[changed[0]]
             how = "changed" if number in self.slot_of else "freed"
             given, remedy = f"one made before sequence {number} was {how}", "call extend or view again"
-            raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
+            raise InvalidArgument("batch", given, "an up-to-date batch", remedy)
 
     def check_written(self, argument: str, number: object, slot: int, layer: int | None = None) -> None:
         """Raises if tokens that `extend` made room for were never written: their memory holds old data."""
@@ -274,7 +274,7 @@ class Sequences:
             missing = int(self.length[slot]) - written
             where = "" if layer is None else f" in layer {layer}"
             raise InvalidArgument(
-                argument, f"{number}, of whose tokens the last {missing} are not all written{where}", "a written one",
+                argument, f"{number}, whose last {missing} tokens are not all written{where}", "one that is written",
                 f"write them by the batch of extend, or truncate the sequence to {written}",
             )  # fmt: skip
 

@@ -204,7 +204,7 @@ class KVCache:
         least, most = int(self.store.first[row]), int(self.store.length[row])
         number = integer(length)
         if number is None or not least <= number <= most:
-            raise InvalidArgument("length", repr(length), f"{least} to {most}, what row {row} holds")
+            raise InvalidArgument("length", repr(length), f"{least} to {most}, the tokens of row {row}")
         lengths = self.store.length.copy()
         lengths[row] = number
         self.store.set(lengths, self.store.first)
@@ -233,7 +233,7 @@ class KVCache:
         if first is None or not 0 <= first <= length.min(initial=checks.MOST):
             raise InvalidArgument("start", repr(start), f"0 to {length.min(initial=0)}, the shortest row")
         if self.ring and (first or room != self.capacity):
-            raise InvalidArgument("start or capacity", "given for a ring", "none: its slots go by its capacity")
+            raise InvalidArgument("start or capacity", "given for a ring", "none: a ring always gives all its slots")
         if not self.ring and (longest := length.max(initial=0) - first) > room:
             raise CacheFull(f"a row of {longest} tokens does not fit into {room} slots: give a larger capacity")
         return copies.gathered(self, which, first, room)

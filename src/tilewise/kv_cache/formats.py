@@ -45,7 +45,7 @@ def room(make: Callable[[], Made], **sizes: int) -> Made:
         raise
     except (MemoryError, RuntimeError, OverflowError, ValueError) as error:
         given = " x ".join(map(str, sizes.values()))
-        raise InvalidArgument(" x ".join(sizes), given, "sizes that memory can be had for", str(error)) from error
+        raise InvalidArgument(" x ".join(sizes), given, "sizes that fit in memory", str(error)) from error
 
 
 def flag(argument: str, value: Any) -> bool:
@@ -74,7 +74,9 @@ def token_bytes(cache: Any) -> int:
 
 def check_rotation(cache: Any) -> None:
     if cache.rotate and cache.latent:
-        raise InvalidArgument("rotate", "True with latent", "False: values are rotated as other keys would be")
+        raise InvalidArgument(
+            "rotate", "True with latent", "False: V is a slice of K here, so rotating K would also rotate V"
+        )
     if cache.rotate:
         hadamard.check("head_dim", cache.k_format.width)
         hadamard.check("value_dim", cache.v_format.width)

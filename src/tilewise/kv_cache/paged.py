@@ -154,7 +154,7 @@ class PagedKVCache:
             most = int(self.store.sequences.length[slot])
             number = integer(length)
             if number is None or not 0 <= number <= most:
-                raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
+                raise InvalidArgument("length", repr(length), f"0 to {most}, the tokens of the sequence")
             self.store.sequences.truncate(slot, number)
             self.store.splits.clear()
             self.store.latest = None

@@ -98,7 +98,7 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
                 raise InvalidArgument(f"parts[{i}]", f"{name} {given}", "a dense tensor")
             if checksum(x) != about["checksums"].get(name):
                 raise InvalidArgument(
-                    f"parts[{i}]", f"{name} with another checksum", "what was exported: it was altered"
+                    f"parts[{i}]", f"{name} with another checksum", "the tensor that was exported: this one was changed"
                 )
         length, known = parts[0][0]["tokens"], parts[0][0]["known"]
         if (about["tokens"], about["known"]) != (length, known):
@@ -139,7 +139,7 @@ def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tup
 
     def refuse(name: str, want: str) -> InvalidArgument:
         given = about.get(name) if isinstance(about, Mapping) else f"of a {type(about).__name__}"
-        return InvalidArgument(where, f"{name} {given!r}", want, "hand in the manifest that export gave")
+        return InvalidArgument(where, f"{name} {given!r}", want, "pass the manifest that export returned")
 
     own_formats = formats(cache)
     for name in SAME:

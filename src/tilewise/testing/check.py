@@ -167,7 +167,7 @@ def check_repeats(
         for state in states:
             for got, want in zip(inputs.common_state(state), judged[variant][1], strict=True):
                 if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
-                    raise Mismatch(f"{variant}: a call that was remembered gave other bits than the first")
+                    raise Mismatch(f"{variant}: a repeated call differs from the first")
     return max((verdict for verdict, _ in judged.values()), key=lambda v: v.error / max(v.bound, 1e-300))
 
 

@@ -119,7 +119,10 @@ def chat(
         messages.append({"role": "user", "content": text})
         prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
         if len(prompt) + most > room:
-            print(f"tilewise chat: the talk has {len(prompt)} tokens, and the model no more room", file=sys.stderr)
+            print(
+                f"tilewise chat: the conversation has {len(prompt)} tokens, and the model's context is full",
+                file=sys.stderr,
+            )
             return 1
         if len(messages) == 1:  # one-time set-up is not timed
             for talk in talks.values():

@@ -167,7 +167,7 @@ def _backend(name: str) -> dict[str, Any]:
         more = {"kernels": guarded(_kept_kernels)} if name == "cpu" else {}
         taken, words = planner.trust(name, problem)
         if words is not None:
-            more["records"] = "not taken unless named: " * (not taken) + words
+            more["records"] = "used only if named: " * (not taken) + words
         if (shown := guarded(lambda: _proof(name, problem.device))) is not None:
             more["proof"] = shown
         return {"usable": True, "device": device, **more}
@@ -185,7 +185,7 @@ def _proof(name: str, device: Any) -> str | None:
     by_kind: dict[str, list[str]] = {}
     for family in proof.families[name]:
         by_kind.setdefault(proof.verdict(name, family).kind, []).append(family)
-    words = {"failed": "failed, not taken", "slower": "slower than the next backend", "open": "not finished"}
+    words = {"failed": "failed, not used", "slower": "slower than the next backend", "open": "not finished"}
     found = "; ".join(f"{words.get(kind, kind)}: {', '.join(families)}" for kind, families in sorted(by_kind.items()))
     return f"by `tilewise prove` on {proof.date}: {found}"
 

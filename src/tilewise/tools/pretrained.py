@@ -156,7 +156,7 @@ def converted(source: Path) -> Path:
         try:
             _write(read_gguf(source), folder)
         except (LookupError, TypeError, AttributeError) as error:  # not the fields and tensors of a Llama
-            given = f"{source}, of which {type(error).__name__} {error} came"
+            given = f"{source}, which raised {type(error).__name__} {error}"
             raise InvalidArgument("gguf", given, "a Llama with SmolLM's tokenizer, all of it") from error
     return folder
 

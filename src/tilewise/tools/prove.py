@@ -24,11 +24,11 @@ def prove(device: str | None, again: bool, minutes: float | None, report: bool) 
         with Screen(STEPS, sys.stderr) as screen:
             found = proving.prove(device, again=again, seconds=seconds, show=_shower(screen))
     except KeyboardInterrupt:
-        print("Interrupted. What was checked is kept; `tilewise prove` goes on there.", file=sys.stderr)
+        print("Interrupted. Finished checks are kept; `tilewise prove` continues from there.", file=sys.stderr)
         return INTERRUPTED
     print("\n".join(block(found) if report else lines(found)))
     if not found.is_complete:
-        print("Not all checks are done: `tilewise prove` goes on with them.", file=sys.stderr)
+        print("Some checks are left: run `tilewise prove` again to do them.", file=sys.stderr)
     return int(any(kind == "failed" for _, _, (kind, _) in verdicts(found)))
 
 
@@ -37,7 +37,7 @@ def _warn_of_folder() -> None:
         proofs.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         check_target("TILEWISE_CACHE_DIR", proofs.folder() / "proof")
     except (OSError, InvalidArgument) as error:
-        print(f"The result cannot be kept, so calls will not follow it: {error}", file=sys.stderr)
+        print(f"The result could not be saved, so it has no effect on calls: {error}", file=sys.stderr)
 
 
 def _shower(screen: Screen) -> proving.Show:

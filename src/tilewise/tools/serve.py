@@ -69,7 +69,9 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
         )
     except OSError as error:  # from loading the model
         reason = str(error).strip().split("\n")[0]
-        raise InvalidArgument("model", name, "a folder, or a name on the hub that can be had", reason) from error
+        raise InvalidArgument(
+            "model", name, "a folder, or the name of a model that can be downloaded from the hub", reason
+        ) from error
     print(f"model {name!r} at http://{host}:{port}/v1, attention by {attention}; Ctrl-C stops it", file=sys.stderr)
     try:
         running._thread.join()
@@ -121,7 +123,7 @@ def _wrap_batching(model: Any, tokens: int, batchers: list[Any]) -> None:
 
         def add_request(input_ids: list[int], *rest: Any, max_new_tokens: int | None = None, **more: Any) -> Any:
             if len(input_ids) >= room:
-                raise refusal("messages", f"{len(input_ids)} tokens", f"fewer: there is room for {room}")
+                raise refusal("messages", f"{len(input_ids)} tokens", f"at most {room}")
             most = batcher.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
             left = room - len(input_ids)
             more |= sampling_of_request(text_config.vocab_size)

@@ -76,7 +76,7 @@ class Checker:
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
         if x.requires_grad and torch.is_grad_enabled():
-            remedy = "paged keys and arrays that are no tensors have no gradients: torch.no_grad(), or detach"
+            remedy = "paged keys, and arrays other than torch tensors, have no gradients: torch.no_grad(), or detach"
             raise InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
         return x
 
@@ -112,7 +112,7 @@ class Checker:
             data, scales = self.plain(name, x, form), None
             width = data.shape[-1]
             if data.dtype not in self.floats:
-                remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
+                remedy = cast_to_float32(name, x) or "wrap narrower types in tilewise.Quantised, with their scales"
                 raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
             if data.dtype.itemsize > self.q.dtype.itemsize:
                 remedy = f"convert {name} to {self.q.dtype}, or q to {data.dtype}"
@@ -249,9 +249,13 @@ class Checker:
             sizes = (*sizes[:3], x.shape[3])
         if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
             last = f"up to {most}" if any_keys else f"{most}"
-            want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
-            by_row = {2: "mask[:, None, None]", 3: "mask[:, None]"}.get(len(given), "") if given[0] == sizes[0] else ""
-            raise InvalidArgument("mask", f"shape {given}", want, by_row and f"{by_row}, if its first dim is the batch")
+            want = f"one that broadcasts to ({sizes[0]}, {sizes[1]}, {sizes[2]}, {last})"
+            by_row = {
+                2: "for a padding mask [batch, keys] pass mask[:, None, None]",
+                3: "for a mask [batch, queries, keys] pass mask[:, None]",
+            }
+            remedy = by_row.get(len(given), "") if given[0] == sizes[0] else ""
+            raise InvalidArgument("mask", f"shape {given}", want, remedy)
         x = self.unit_stride("mask", x)
         broadcast = tuple(n == 1 and size != 1 for n, size in zip(x.shape, sizes, strict=True))
         return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]
@@ -270,7 +274,7 @@ class Checker:
             raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "detach it")
         if overlaps_itself(out):
             given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
-            raise InvalidArgument("out", given, "one with memory for each element")
+            raise InvalidArgument("out", given, "a tensor whose elements do not share memory")
         if out.stride(-1) != 1 and width > 1:
             raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
         inputs = {name: getattr(t, name) for name in INPUTS} | {
@@ -278,5 +282,5 @@ class Checker:
         }
         for name, x in inputs.items():
             if x is not None and overlap(out, x):
-                raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
+                raise InvalidArgument("out", f"memory that it shares with {name}", "memory of its own")
         return out

@@ -135,8 +135,8 @@ def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
                 "mask": "a call without a float mask",
                 "score_mod": "a call whose score_mod captures no float tensor",
             }
-            given = f"{name!r} of {what.get(name, f'a call without {name}')}"
-            raise InvalidArgument("grads", given, "what is there to differentiate")
+            given = f"{name!r}, in {what.get(name, f'a call without {name}')}"
+            raise InvalidArgument("grads", given, f"some of this call's differentiable inputs: {', '.join(possible)}")
     return tuple(name for name in possible if name in grads)
 
 

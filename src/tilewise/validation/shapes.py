@@ -25,6 +25,6 @@ def warn_if_transposed(heads: int, rows: int, k_shape: Sequence[int], form: str)
     other = "'bhld'" if form == "[B, L, H, D]" else "'blhd'"
     warnings.warn(
         f"q as {form} has {heads} heads of {rows} rows each: if these are {heads} rows of {rows} heads, layout={other} "
-        "(or transpose(1, 2) of q, k and v) says so; as it is, other numbers are computed",
+        "(or transpose(1, 2) of q, k and v) says so; otherwise the result is wrong",
         stacklevel=2,
     )

@@ -155,7 +155,7 @@ def check_cu_seqlens(
     actual = 0
     for b, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
-            raise InvalidArgument(f"{name}[{b + 1}]", end, f"at least {start}: offsets never fall")
+            raise InvalidArgument(f"{name}[{b + 1}]", end, f"at least {start}: offsets must not decrease")
         actual = max(actual, end - start)
     if offsets[-1] > rows:
         raise InvalidArgument(f"{name}[-1]", offsets[-1], f"at most {rows}, the packed rows")

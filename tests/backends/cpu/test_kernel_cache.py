@@ -178,7 +178,7 @@ def test_a_damaged_file_is_compiled_again_and_said_once(damage, monkeypatch):
     with said() as warned:
         assert [compile_tiny(name) for name in ("tiny", "second")] == [42, 42]
     assert len(warned) == 1
-    assert "cannot be read (its digest is wrong): its kernel is compiled again" in str(warned[0].message)
+    assert "cannot be read (its checksum does not match): compiling its kernel again" in str(warned[0].message)
     no_compiler(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -292,7 +292,7 @@ def test_a_full_disk_is_no_reason_to_fail(home):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert len(warned) == 1
-    assert "every process compiles them" in str(warned[0].message)
+    assert "every process will compile its own kernels" in str(warned[0].message)
     assert not any(kernel_cache.cache_directory().iterdir())
 
 

@@ -64,7 +64,9 @@ def compile_module(build: Callable[[Any, str], None], name: str, stamp: str) -> 
 @cache
 def _announce() -> None:
     print(
-        "tilewise: compiling kernels for this CPU, once; `tilewise warmup` does it ahead", file=sys.stderr, flush=True
+        "tilewise: compiling kernels for this CPU, only once; `tilewise warmup` does it in advance",
+        file=sys.stderr,
+        flush=True,
     )
 
 

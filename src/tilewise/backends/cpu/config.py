@@ -156,8 +156,8 @@ def backward_tile(p: Problem) -> tuple[int, int]:
 
 
 def backward_rows(p: Problem) -> int:
-    """Query rows of each head in a tile of the backward pass. With indices those that share a list, as far as they fill
-    a vector: rows of other lists visit the keys of all of them.
+    """Query rows of each head in a tile of the backward pass. With key indices: rows that share one list, at least
+    one vector of them. Rows of several lists in one tile must visit the union of their keys.
     """
     rows = max(1, BACKWARD_ROWS // p.group)
     if p.selection is None:

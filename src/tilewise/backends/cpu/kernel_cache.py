@@ -99,7 +99,7 @@ class CachedKernel:
         except FileNotFoundError:
             return None
         except Exception as error:  # unpickling raises anything
-            warn(error, f"{cache_directory() / file} cannot be read ({describe(error)}): its kernel is compiled again")
+            warn(error, f"{cache_directory() / file} cannot be read ({describe(error)}): compiling its kernel again")
         return None
 
     def save(self, key: bytes, contents: bytes) -> None:
@@ -107,7 +107,7 @@ class CachedKernel:
             write(self.file(key), key, contents)
         except (Distrusted, OSError) as error:
             place = f"{cache_directory()} ({describe(error)})"
-            warn(error, f"kernels cannot be kept in {place}: every process compiles them")
+            warn(error, f"cannot write to the kernel cache {place}: every process will compile its own kernels")
 
 
 class CachedLoop(CachedKernel):
@@ -134,7 +134,7 @@ def read(file: str, key: bytes) -> bytes:
         handle = os.open(folder + file, READ, dir_fd=at)
         with open(handle, "rb") as opened:
             status = os.fstat(handle)
-            reason = None if stat.S_ISREG(status.st_mode) else "is no plain file"
+            reason = None if stat.S_ISREG(status.st_mode) else "is not a regular file"
             _trust(cache_directory() / file, reason or others_may_change(status))
             return checked(opened.read(), key)
 
@@ -143,7 +143,7 @@ def checked(file: bytes, key: bytes) -> bytes:
     """The contents of a file, if it is of this key."""
     contents = file[len(FORMAT) + 32 :]
     if file[: len(FORMAT) + 32] != header(key, contents):
-        raise Damaged("its digest is wrong")
+        raise Damaged("its checksum does not match")
     return contents
 
 
@@ -223,7 +223,7 @@ def _folder(create: bool) -> Iterator[tuple[int | None, str]]:
 
 def _trust(path: Path, reason: str | None) -> None:
     if reason:
-        raise Distrusted(f"{path} {reason}, and kept kernels are code: {REMEDY}")
+        raise Distrusted(f"not loading kernels: {path} {reason}, so that others could run code through it; {REMEDY}")
 
 
 def describe(error: Exception) -> str:

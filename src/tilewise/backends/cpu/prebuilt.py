@@ -46,7 +46,7 @@ def load(name: str) -> Kernel | None:
     try:
         return link(checked(file.read_bytes(), key(name, available)), name)
     except Exception as error:  # whatever is wrong, the kernel can be compiled
-        warn(error, f"{file} cannot be used ({describe(error)}): its kernel is compiled")
+        warn(error, f"{file} cannot be used ({describe(error)}): compiling its kernel")
         return None
 
 

@@ -163,7 +163,7 @@ def describe() -> str:
     runtimes, own = mapped_runtimes(ctypes.cast(pool.parallel, ctypes.c_void_p).value or 0 if pool.parallel else 0)
     mapped = f"{len(runtimes)} OpenMP runtime{'s' * (len(runtimes) != 1)} mapped"
     if pool.parallel is None:
-        return f"tilewise's own: torch's OpenMP runtime was not found, or is lost by a fork; {mapped}"
+        return f"tilewise's own: torch's OpenMP runtime was not found, or did not survive a fork; {mapped}"
     return f"torch's, of {own}; {mapped}"
 
 

@@ -79,7 +79,7 @@ def question(backend: str, family: str, target: Target, taken: bool) -> Unproven
     if known is not None and target.gpu in known:
         return None
     if known is None:
-        what = f"never tried with Triton {version}"
+        what = f"not tested with Triton {version}"
     elif any(target.gpu in (gpus or ()) for gpus in entries.values()):
         what = f"compiled with Triton {version}, not yet run on a GPU"
     else:

@@ -29,7 +29,7 @@ def unserved(problem: Problem) -> str | None:
     p = problem
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
     if p.rules.affine:
-        return "no k_start or strides of positions"
+        return "it has no k_start, k_stride and q_stride"
     if reach > MOST:
         return "positions past 2**30"
     return no_bias_or_tree(p) or no_selection(p) or no_mods(p) or no_dropout(p) or other_formats(p, KINDS)

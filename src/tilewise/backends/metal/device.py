@@ -85,7 +85,7 @@ def planning_for(cores: int) -> Iterator[None]:
     """Plans as for a GPU with `cores` cores, in this thread; nothing is compiled."""
 
     def none(text: str) -> None:
-        raise AssertionError("a plan for another machine was run")
+        raise AssertionError("this plan was made for another machine")
 
     token = _other.set(Device(none, cores))
     try:

@@ -42,7 +42,7 @@ def plan(problem: Problem) -> Plan:
     # Depends on the heads only, so that a sequence gives the same bits in any batch: about 4 MiB of scores a tile.
     tile = (128 if problem.heads <= 16 else 64, 512)
     cells = problem.heads * tile[0] * tile[1]
-    notes = ["plain torch in tiles: right on any device, not fast"]
+    notes = ["plain torch in tiles: correct on any device, but slow"]
     if problem.split_size:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if problem.device.type != "cpu" and problem.has_lengths:

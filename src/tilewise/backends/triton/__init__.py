@@ -66,7 +66,7 @@ def _other_formats(problem: Problem | WriteProblem) -> str | None:
     if reason := other_formats(problem, KINDS):
         return reason
     if isinstance(problem, Problem) and problem.v_format.scales_in_row and problem.value_dim != LATENT:
-        return f"it takes the first {LATENT} elements of v in {problem.v_format}, not {problem.value_dim}"
+        return f"v in {problem.v_format} must have {LATENT} columns here, not {problem.value_dim}"
     return None
 
 

@@ -91,14 +91,14 @@ def read(file: Path) -> dict[str, Config]:
             raise ValueError(f"format {content['format']}, expected {FORMAT}")
         entries = content["tiles"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        warnings.warn(f"{file} is not a file of `tilewise tune` and is not used: {error!r}", stacklevel=2)
+        warnings.warn(f"ignoring {file}: not a file that `tilewise tune` wrote ({error!r})", stacklevel=2)
         return {}
     table = {}
     for key, tile in entries:
         if isinstance(tile, dict) and set(tile) == set(CHOICES) and all(tile[n] in CHOICES[n] for n in CHOICES):
             table[key] = Config(**tile)
         else:
-            warnings.warn(f"{file}: the tile of {key!r} is not one and is not used: {tile}", stacklevel=2)
+            warnings.warn(f"{file}: ignoring the tile of {key!r}, which is not a valid one: {tile}", stacklevel=2)
     return table
 
 

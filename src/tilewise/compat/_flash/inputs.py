@@ -81,7 +81,7 @@ def second_query(q: torch.Tensor, v: torch.Tensor, later: Later) -> torch.Tensor
     """`qv` or `q_v`, checked."""
     qv, other = later.get("qv"), later.get("q_v")
     if qv is not None and other is not None:
-        raise InvalidArgument("q_v", "a tensor beside qv", "one of the two: they are the same")
+        raise InvalidArgument("q_v", "both q_v and qv", "one of them: both mean the same")
     qv = other if qv is None else qv
     if qv is not None and (tuple(qv.shape) != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype):
         given, want = f"{tuple(qv.shape)} {qv.dtype}", f"{(*q.shape[:-1], v.shape[-1])} {q.dtype}, as q and v"

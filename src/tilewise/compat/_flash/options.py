@@ -116,7 +116,7 @@ def translate(
 def one_table(block_table: torch.Tensor | None, page_table: torch.Tensor | None) -> torch.Tensor | None:
     """The block table: FlashAttention 2 and 3 have different names for it."""
     if block_table is not None and page_table is not None:
-        raise InvalidArgument("page_table", "a tensor beside block_table", "one of the two: they are the same")
+        raise InvalidArgument("page_table", "both page_table and block_table", "one of them: both mean the same")
     return page_table if block_table is None else block_table
 
 

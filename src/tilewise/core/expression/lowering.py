@@ -98,14 +98,14 @@ def _pow(x: Any, y: Any) -> Array:
     if x in (2, 2.0) and not isinstance(x, Array):
         if result_dtype(y).is_floating_point:
             return _operation("exp2")(y)
-        raise Untraceable("a power of two of an int", "2.0 ** x.float()")
+        raise Untraceable("2 to the power of an int tensor", "2.0 ** x.float()")
     if isinstance(x, (int, float)) and x > 0:  # decays: 0.9 ** (q_idx - kv_idx)
         return elementwise(lambda a: make("exp2", make("mul", cast(a, "float"), math.log2(x))), FLOAT, y)
     dtype = result_dtype(x, y) if isinstance(x, Array) else FLOAT
     if y == 0.5 or y == -0.5:
         return _operation("sqrt" if y > 0 else "rsqrt", floats=True)(x)
     if isinstance(y, Array) or not isinstance(y, int) or abs(y) > 8 or (y < 0 and not dtype.is_floating_point):
-        raise Untraceable("a power that is no int of -8 to 8, 0.5 or -0.5", "torch.exp(y * torch.log(x)) if x > 0")
+        raise Untraceable("a power other than an int of -8 to 8, 0.5 or -0.5", "torch.exp(y * torch.log(x)) if x > 0")
 
     def power(a: Value) -> Node:
         result = const(1.0 if dtype.is_floating_point else 1)
@@ -119,7 +119,7 @@ def _pow(x: Any, y: Any) -> Array:
 def _shift(left: bool) -> Callable[..., Array]:
     def lower(x: Any, y: Any) -> Array:
         if not isinstance(x, Array) or not isinstance(y, int) or not 0 <= y < 31 or x.dtype.is_floating_point:
-            raise Untraceable("a shift by what is not a number of 0 to 30", "* and // by a number")
+            raise Untraceable("a shift by anything but a constant from 0 to 30", "* and // by a number")
         return elementwise(lambda a: make("mul" if left else "floordiv", a, 2**y), x.dtype, x)
 
     return lower

@@ -200,7 +200,10 @@ def bind(score_mod: Any, mask_mod: Any, device: torch.device) -> Bound | None:
     return Bound(mods, tensors)
 
 
-eager_function(bind, "tilewise reads the code of score_mod and mask_mod: outside graphs, and not with fullgraph=True")
+TRACED_ITSELF = (
+    "tilewise traces score_mod and mask_mod itself: torch.compile breaks the graph there, and fails with fullgraph=True"
+)
+eager_function(bind, TRACED_ITSELF)
 
 
 def _find(function: Callable[..., Any], name: str) -> tuple[_Known, list[torch.Tensor]]:

@@ -158,7 +158,7 @@ class _Mode(TorchFunctionMode):
         name = DUNDER.get(name, name.strip("_")) if name.startswith("__") else name.removeprefix("special_")
         in_place = IN_PLACE.get(name, name[:-1] if name.endswith("_") else "")
         if name in ("setitem", "set_data"):
-            self.refuse(f"{name} in place", "give the result a name of its own")
+            self.refuse(f"{name} in place", "assign the result to a new name")
         name = in_place or name
         if name == "new_tensor":
             name, args, kwargs = "tensor", args[1:], {"dtype": args[0].dtype, **kwargs}
@@ -202,10 +202,10 @@ class _Mode(TorchFunctionMode):
         own = self.array(x) if id(x) in self.factory else self.arrays.get(id(x))
         captured = own is None or any(x is y for y in self.captured)
         if own is None or captured or id(x) in self.views or own.shape or array.shape:
-            self.refuse("a result in place, in a captured tensor or a view", "give the result a name of its own")
+            self.refuse("a result in place, in a captured tensor or a view", "assign the result to a new name")
         assert own is not None
         if RANK[kind_of_dtype(array.dtype)] > RANK[own.kind]:
-            self.refuse(f"a result of {array.dtype} in place of {own.dtype}", "give the result a name of its own")
+            self.refuse(f"a result of {array.dtype} in place of {own.dtype}", "assign the result to a new name")
         self.arrays[id(x)] = as_dtype(array, own.dtype)
         return x
 

@@ -71,7 +71,7 @@ def getitem(x: Array, key: Any) -> Array:
 def _reshape(x: Array, *shape: Any) -> Array:
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
     if sizes and not all(isinstance(n, int) for n in sizes):
-        raise Untraceable("a view as another dtype or of sizes that are no numbers")
+        raise Untraceable("a view as another dtype, or whose sizes are not constants")
     count = math.prod(x.shape)
     if -1 in sizes and sizes.count(-1) == 1 and math.prod(sizes):
         sizes[sizes.index(-1)] = count // -math.prod(sizes)

@@ -89,7 +89,7 @@ def _check_target(path: Path) -> None:
     except OSError:  # it does not exist, or its folder does not: then creating the draft fails too
         return
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "no plain file"
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise refused(path, kind, "a plain file, which is replaced, or a name that is free")
 
 
@@ -122,7 +122,7 @@ def read(
     with open(path, "rb", opener=_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise refused(path, "no plain file", "a file that tilewise has saved")
+            raise refused(path, "not a regular file", "a file that tilewise has saved")
         meta, entries = _header(path, file, status.st_size)
         if meta.get("kind") != kind:
             raise refused(path, f"a file of kind {meta.get('kind')!r}", f"kind {kind!r}")
@@ -135,16 +135,16 @@ def read(
         except InvalidArgument as error:
             if error.argument == "path":
                 raise
-            raise refused(path, f"a description that makes no sense ({error})", "one of a cache") from None
+            raise refused(path, f"a malformed description ({error})", "one of a cache") from None
         _expect(path, declared, expected)
         digest, tensors = _digest({name: text for name, text in meta.items() if name != "digest"}, entries), {}
         for name, (shape, dtype) in declared.items():
             x = tensors[name] = room(path, lambda s=shape, d=dtype: torch.empty(s, dtype=d, device="cpu"))  # type: ignore[misc]
             if x.numel() and file.readinto(_bytes(x)) != x.nbytes:
-                raise refused(path, "a file that became shorter meanwhile", "one that stays as it is")
+                raise refused(path, "a file that was truncated while it was read", "one that nobody is writing")
             digest.update(_bytes(x))
         if digest.hexdigest() != meta.get("digest"):
-            raise refused(path, "contents that do not agree with their digest", "the file as it was saved")
+            raise refused(path, "contents that do not match their checksum", "the file as it was saved")
     return about, tensors
 
 
@@ -154,7 +154,7 @@ def room(path: Any, make: Callable[[], Any]) -> Any:
         return make()
     except (MemoryError, RuntimeError, InvalidArgument) as error:
         reason = error.__cause__ or error  # the allocator's error
-        raise refused(path, f"more than memory can be had for ({reason})", "a cache that fits") from None
+        raise refused(path, f"more than fits in memory ({reason})", "a cache that fits") from None
 
 
 def refused(path: Any, given: str, expected: str) -> InvalidArgument:
@@ -200,12 +200,12 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict
         entries = _parse(file.read(length).decode())
         meta, end = entries.pop("__metadata__"), 0
         if not all(isinstance(text, str) for text in meta.values()):
-            raise ValueError("metadata that are no texts")
+            raise ValueError("metadata that is not text")
         for entry in entries.values():
             if entry.keys() != {"dtype", "shape", "data_offsets"}:
                 raise ValueError("a tensor with other fields")
             if not all(type(n) is int and 0 <= n <= 2**62 for n in (*entry["shape"], *entry["data_offsets"])):
-                raise ValueError("sizes that are none")
+                raise ValueError("sizes that are not valid")
             begin, end_of_it = entry["data_offsets"]
             bytes_of_it = DTYPES[entry["dtype"]].itemsize
             for n in entry["shape"]:
@@ -214,7 +214,7 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict
                 raise ValueError("tensors that overlap")
             end = end_of_it
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refused(path, f"a header that makes no sense ({error})", "a file that tilewise has saved") from None
+        raise refused(path, f"a malformed header ({error})", "a file that tilewise has saved") from None
     if size != 8 + length + end:
         raise refused(path, f"{size} bytes", f"{8 + length + end}, as its header says")
     return meta, entries
@@ -226,7 +226,7 @@ def _parse(text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         parsed = dict(pairs)
         if len(parsed) < len(pairs):
-            raise ValueError("a name that is there twice")
+            raise ValueError("a name that occurs twice")
         return parsed
 
     return json.loads(text, object_pairs_hook=once)

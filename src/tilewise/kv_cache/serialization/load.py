@@ -186,13 +186,13 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
     for row, n in zip(lists["table"], -(-length // P), strict=True):
         pages = row[:n]
         if n and (pages.min() < 0 or pages.max() >= U):
-            return "a page that is not there"
+            return "a page that does not exist"
         refs[pages] += 1
         if len(np.unique(pages)) < n:
-            return "a page that is twice in a sequence"
+            return "a page that occurs twice in a sequence"
         sequence_pages.append(pages)
     if (refs[: U - kept] == 0).any() or refs[U - kept :].any():
-        return "kept pages that are used, or used ones that are not"
+        return "free pages that a sequence uses, or used pages that none does"
     nodes: dict[int, tuple[int, int]] = {}
     prefixes: set[tuple[int, bytes]] = set()
     for number, parent, page in lists["nodes"].tolist():
@@ -208,7 +208,7 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
     pages_of_nodes = {page for _, page in nodes.values()}
     unique = len(prefixes) == len(pages_of_nodes) == len(nodes)
     if not unique or not pages_of_nodes.issuperset(range(U - kept, U)):
-        return "prefixes that are known twice, or not at all"
+        return "a prefix that is listed twice, or not at all"
     for i, (pages, node, steps) in enumerate(zip(sequence_pages, lists["node"].tolist(), depth.tolist(), strict=True)):
         if node != ROOT and node not in nodes:
             lists["node"][i] = LOST  # it was removed; its number would be reused

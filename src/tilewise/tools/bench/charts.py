@@ -58,7 +58,7 @@ def chart(cells: list[Cell]) -> Chart:
 
 def _heading(cell: Cell) -> str:
     if cell.ratio is None:
-        return f"{cell.name} · no peer can do it" if cell.refused else cell.name
+        return f"{cell.name} · no peer supports it" if cell.refused else cell.name
     return f"{cell.name} · {ratio_text(cell.ratio, False)} as fast as the best peer"
 
 

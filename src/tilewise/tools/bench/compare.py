@@ -63,9 +63,7 @@ def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
         print(f"note: {line}")
     drift = _drift(all_changes)
     if drift is not None:
-        print(
-            f"peers: {ratio_text(drift, False)} as fast as before, on average; ours is judged by what is left of that"
-        )
+        print(f"peers ran at {ratio_text(drift, False)} their earlier speed; tilewise's changes are relative to that")
     ours = [_without(drift, change) for change in all_changes if change.now.name.startswith("tilewise")]
     shown = [change for change in ours if every or change.verdict != "same"]
     if shown:

@@ -158,7 +158,7 @@ def load() -> float:
 def load_notes() -> list[str]:
     """Notes for a record if the machine is busy."""
     now = load()
-    return [f"the machine was not quiet: load {now:.1f} at the start"] if now > 0.3 else []
+    return [f"the machine was busy: load {now:.1f} at the start"] if now > 0.3 else []
 
 
 def version_of(name: str) -> str | None:

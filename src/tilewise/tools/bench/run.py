@@ -35,7 +35,7 @@ BUDGETS = {
 }  # seconds for each candidate of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
 # One compiles for each case, which takes tens of seconds on a CPU; the other takes 50 times as long as the rest.
-SLOW_PEERS = {"flex": "it compiles anew for each case", "mlx": "it is slow on a CPU"}
+SLOW_PEERS = {"flex": "it compiles again for each case", "mlx": "it is slow on a CPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def check(options: BenchOptions) -> None:
             raise InvalidArgument("--device", options.device, "cpu, for the suite of that name", "try --suite models")
         for option, value in (("--dtype", options.dtype), ("--peers", options.peers)):
             if value:
-                raise InvalidArgument(option, str(value), "no such choice for the suite cpu, which has its own")
+                raise InvalidArgument(option, str(value), "no value: the suite cpu sets its own")
     for name in options.peers or ():
         if why := installed()[name]:
             raise InvalidArgument("--peers", name, "libraries that are here", why)
@@ -160,7 +160,7 @@ def _cpu(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, An
             "the process here (MKL's, which SDPA uses for bf16, do not)"
         )
     if not half_sdpa:
-        notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
+        notes.append("SDPA in bf16 and f16 crashes here, even without AMX: those cases are left out")
     budget = cpu_suite.QUICK_BUDGET if options.quick else cpu_suite.BUDGET
     items = [
         Item(case.row, case.name, case.metric, None, partial(cpu_suite.measure, case, budget))
@@ -192,7 +192,7 @@ def _models(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str,
     if options.peers is None and (options.quick or device.type == "cpu"):
         left_out = {name: f"left out: {why}; --peers names it" for name, why in SLOW_PEERS.items()}
     if not half_sdpa:
-        left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
+        left_out |= dict.fromkeys(("sdpa", "flex"), "crashes here in bf16 and f16")
     libraries = {**libraries, **{name: why for name, why in left_out.items() if libraries[name] is None}}
     peers = [name for name in (libraries if options.peers is None else options.peers) if libraries[name] is None]
     about = _about(options, device, []) | {"dtype": kind, "peers": libraries}
@@ -290,9 +290,7 @@ def _ensure_half_sdpa(words: Sequence[str]) -> bool:
         return True
     if os.environ.items() >= machine.SAFE_ISA.items() or not machine.sdpa_survives(machine.SAFE_ISA):
         return False
-    print(
-        f"SDPA in bf16 or f16 ends the process here; begins anew with {machine.SAFE_ISA}", file=sys.stderr, flush=True
-    )
+    print(f"SDPA in bf16 or f16 crashes here; restarting with {machine.SAFE_ISA}", file=sys.stderr, flush=True)
     _restart(words)
     return False
 

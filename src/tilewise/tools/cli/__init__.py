@@ -87,7 +87,7 @@ def _stoppable() -> Iterator[list[int]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewise",
-        description="Flash attention in which every kernel is Python.",
+        description="Flash attention, written entirely in Python.",
         epilog=AFTERWORD,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

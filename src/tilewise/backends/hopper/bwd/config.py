@@ -149,8 +149,10 @@ def persistent(problem: Problem) -> bool:
 
 
 def converts(problem: Problem) -> bool:
-    """Whether the kernel itself converts dQ to its dtype. Two query blocks of 64 per key block take the converter as
-    long as eight steps, and at D=64 it slows down long programs with a softcap (h200/LOG.md, backward #14, #16).
+    """Whether the kernel itself converts dQ to its dtype.
+
+    Only if a key block has at least `CONVERTED_ROWS` rows: converting costs as much as 8 steps of the main loop. Not in
+    long programs at D=64 with a softcap: it is slower there (h200/LOG.md, backward #14, #16).
     """
     p, flags = problem, problem.rules.flags
     if p.mask is not None or not flags.hides_right or not persistent(p):

@@ -124,7 +124,7 @@ def send(a, sh, p, m, higher, b: gl.constexpr):
 
 @gluon.jit
 def stay(sh, u, half: gl.constexpr):
-    """Waits for half a block that arrived long ago: the assembler moves nothing across its branch."""
+    """A wait that always succeeds; its branch stops ptxas from moving instructions across it."""
     EACH: gl.constexpr = sh.S.pieces // 2
     mbarrier.wait(sh.full[half * EACH], u & 1)
 

@@ -123,8 +123,10 @@ def load_scales(a, at, ok):
 
 @gluon.jit
 def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr):
-    """Converts block b of pair u from float8. `raw`: its first chunks, in flight as `scales` are; returns those of the
-    next block. A wait for a load waits for all loads before it, so that nothing is loaded to be used at once.
+    """Converts block b of pair u from float8. Returns the prefetched chunks of the next block.
+
+    `raw` and `scales` are the prefetched chunks and scales of this block. Loads complete in order, so a value is never
+    used right after its load is issued.
 
     Numbers are stored without their scales, which the consumers apply: 16 bits hold them exactly.
     """
