@@ -352,6 +352,9 @@ def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **option
             return Tensor(np.float32(1.0) - numbers[0] * numbers[0])
         if text.startswith("shl.b32 $0, $2, 16; and"):  # two of bfloat16, which float16 stands in for
             return Tensor(numbers[0].astype(np.float32))
+        if text == "mov.b32 $0, {$1, $2};":  # a pair of 16 bits
+            low, high = (x.view(np.uint16).astype(np.uint32) for x in numbers)
+            return Tensor((low | high << 16).view(np.int32))
         if text.startswith("rcp"):
             return Tensor(np.float32(1.0) / numbers[0])
         if text.startswith("copysign"):
@@ -437,7 +440,7 @@ def _cdiv(a: Any, b: Any) -> Any:
 def stand_in() -> Any:
     """The module `gl`."""
     gl = SimpleNamespace(
-        float16=np.float16, float32=np.float32, int32=np.int32, int64=np.int64, bfloat16=np.float16,
+        float16=np.float16, float32=np.float32, int16=np.int16, int32=np.int32, int64=np.int64, bfloat16=np.float16,
         constexpr=lambda x=None: x, tensor=Tensor, shared_memory_descriptor=Shared, tuple=tuple,
         associative_scan=lambda x, axis, add: Tensor(np.cumsum(raw(x), axis, dtype=raw(x).dtype)),
         static_range=range, static_assert=lambda ok: None, cdiv=_cdiv, num_warps=lambda: 4,
@@ -452,7 +455,8 @@ def stand_in() -> Any:
         zeros_like=lambda x: Tensor(np.zeros_like(raw(x))), max=lambda x, axis: Tensor(np.max(raw(x), axis)),
         sum=_sum,
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
-        split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
+        split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])),
+        join=lambda a, b: Tensor(np.stack([raw(a), raw(b)], -1)), convert_layout=_same, to_tensor=_same,
         expand_dims=lambda x, axis: Tensor(np.expand_dims(raw(x), axis)),
         load=lambda at, mask=None, other=0, cache_modifier="": at.load(mask, other),
         store=lambda at, x, mask=None: at.store(x, mask),
@@ -495,6 +499,8 @@ def modules(allocate: Any) -> dict[str, Any]:
         tma_store_wait=_store_wait,
         cp_async=_gather,
         cp_async_arrive=_gathered,
+        PAIRED_WEIGHTS=False,
+        opaque=_same,
         reinterpret=lambda tile, *form: tile.reinterpret(*form),
         thread_barrier=lambda: None,
         fence_async_shared=lambda: None,

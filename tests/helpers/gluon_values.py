@@ -34,7 +34,9 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return self.value().shape
 
-    def to(self, dtype: Any) -> Tensor:
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        if bitcast:
+            return Tensor(self.value().view(dtype))
         with np.errstate(all="ignore"):
             return Tensor(self.value().astype(dtype))
 

@@ -4,16 +4,26 @@ A launch replaces the functions of `triton.language` by interpreted ones, and so
 by looking through all members of the language again: within a launch once is enough for each set of modules. Sums are
 checked for overflow, and what is found is dropped: not here. A type of NumPy is looked up in a table that is made
 for it: in one that stays.
+
+And a comparison of two scalars is one bit wide, not as wide as they are: Triton 3.9 takes no mask of another type.
 """
 
 from dataclasses import replace
 
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterError, _get_np_dtype, _patch_lang, tl
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    InterpreterError,
+    TensorHandle,
+    _get_np_dtype,
+    _patch_lang,
+    tl,
+)
 
 _replaced = set()  # of this launch
 _types = {}
-_run = InterpretedFunction.run
+_run, _binary_op = InterpretedFunction.run, InterpreterBuilder.binary_op
 
 
 def run(self, *args, **options):
@@ -40,7 +50,13 @@ def numpy_type(kind):
     return _types[key]
 
 
+def binary_op(self, lhs, rhs, op):
+    found = _binary_op(self, lhs, rhs, op)
+    return TensorHandle(found.data, tl.int1) if found.data.dtype == bool else found
+
+
 InterpretedFunction.run, InterpretedFunction.__call__ = run, call
+InterpreterBuilder.binary_op = binary_op
 interpreter._get_np_dtype = numpy_type
 builder = interpreter.interpreter_builder
 assert not builder.options.debug, "then overflow is told"

@@ -12,9 +12,9 @@ import triton
 from ...core.private import find, number
 
 __all__ = [
-    "TensorDescriptor", "aggregate", "base_value", "cp_async", "cp_async_arrive", "fence_async_shared", "gl", "gluon",
-    "mbarrier", "reinterpret", "thread_barrier", "tma_add", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "PAIRED_WEIGHTS", "TensorDescriptor", "aggregate", "base_value", "cp_async", "cp_async_arrive",
+    "fence_async_shared", "gl", "gluon", "mbarrier", "opaque", "reinterpret", "thread_barrier", "tma_add", "tma_load",
+    "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 VERSION = number(triton.__version__)
 ALL = "3.6 3.7 3.8 3.9"
@@ -77,6 +77,19 @@ else:
         """TMA reduce-add of a tile from shared to global memory, in the current bulk group."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(kinds.ADD, desc.handle, coord, src.handle)
+
+
+# Schedules by version; what each is for, docs/platforms.md, "Hopper kernels by version of Triton".
+PAIRED_WEIGHTS = gl.constexpr(VERSION >= (3, 7))  # else LLVM carries P through a loop in a register for each 16 bits
+OPAQUE_PLACES = gl.constexpr(VERSION >= (3, 9))  # else LLVM computes the wgmma descriptors of a step all at once
+
+
+@gluon.jit
+def opaque(n):  # type: ignore[no-untyped-def]
+    """`n`, with OPAQUE_PLACES as a value of which LLVM knows nothing: what is made of it is made here, not before."""
+    if OPAQUE_PLACES:
+        n = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], gl.int32, is_pure=False, pack=1)
+    return n
 
 
 @builtin  # type: ignore[untyped-decorator]

@@ -1,6 +1,6 @@
 """The arguments of the backward kernel as one value, its buffers in shared memory, and its register layouts."""
 
-from ...gpu.gluon import gl, gluon, mbarrier, reinterpret
+from ...gpu.gluon import gl, gluon, mbarrier, opaque, reinterpret
 from ..signature import Size, struct
 
 
@@ -207,10 +207,10 @@ def ds_place(a, buf, u, h):
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], a.q.dtype)
         place = reinterpret(buf.dq.index(u % a.S.dq_stages * 2 + h), a.q.dtype, [64, BM], LAYOUT)
     else:
-        place = buf.ds.index(h + (u >> 30))
+        place = buf.ds.index(h + (opaque(u) >> 30))
     return place
 
 
 @gluon.jit
 def tile(buffer, n, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    return buffer.index(n % STAGES).reshape([ROWS, COLUMNS])
+    return buffer.index(opaque(n) % STAGES).reshape([ROWS, COLUMNS])

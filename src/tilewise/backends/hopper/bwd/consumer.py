@@ -5,6 +5,7 @@ from ...gpu.gluon import (
     gl,
     gluon,
     mbarrier,
+    opaque,
     thread_barrier,
     tma_store,
     tma_store_wait,
@@ -57,7 +58,7 @@ def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr
     half = ds_place(a, buf, u, h)  # [64, BM]
     if a.S.dmask_tiles:
         half = half.reshape([a.S.BM, 64]).permute((1, 0))
-    k = buf.k.index(h + (u >> 30)).reshape([64, a.S.D])
+    k = buf.k.index(h + (opaque(u) >> 30)).reshape([64, a.S.D])
     if a.S.BM == 128:
         dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=ADDS, is_async=True)
     else:

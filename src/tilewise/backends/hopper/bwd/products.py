@@ -1,6 +1,6 @@
 """The first products of a consumer's step: S^T and dP^T, minus the row statistics."""
 
-from ...gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ...gpu.gluon import gl, gluon, mbarrier, opaque, warpgroup_mma, warpgroup_mma_wait
 from .arguments import score_layout, tile
 from .mask import get_huge, load_mask, release_mask
 from .sync import SCORES_STARTED, named_barrier
@@ -30,7 +30,7 @@ def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
 def start_scores(a, buf, u, q, s, adds, factors, C: gl.constexpr):
     """Starts S^T = K Q^T, without a softcap minus lse / scale; `adds`: accumulated into `s`."""
     D: gl.constexpr = a.S.D
-    k = buf.k.index(C + (u >> 30)).reshape([64, D])
+    k = buf.k.index(C + (opaque(u) >> 30)).reshape([64, D])
     s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=adds, is_async=True)
     if not a.S.softcap:
         lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
@@ -45,7 +45,7 @@ def start_dp(a, buf, u, zeros, factors, C: gl.constexpr):
     D: gl.constexpr = a.S.D
     do = tile(buf.do, u, a.S.do_stages, BM, D)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    v = buf.v.index(C + (u >> 30)).reshape([64, D])
+    v = buf.v.index(C + (opaque(u) >> 30)).reshape([64, D])
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
     return warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)

@@ -1,6 +1,6 @@
 """Steps of a consumer's mainloop: one key tile each, with products and softmax overlapped."""
 
-from ...gpu.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ...gpu.gluon import PAIRED_WEIGHTS, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from .layouts import halves, out_layout, score_layout
 from .pipeline import key_use, piece_of, value_use
 from .softmax import LATE, hide, logits, no_sums, weights
@@ -77,12 +77,43 @@ def left_operand(a, p):
 
 
 @gluon.jit
+def carried(a, p):
+    """P as the loop carries it to the next step: with PAIRED_WEIGHTS, two elements in each 32-bit register."""
+    if PAIRED_WEIGHTS:
+        if a.S.pieces == 1:
+            p = (pairs(p[0]), p[1])
+        elif a.S.pieces == 2:
+            p = (pairs(p[0]), pairs(p[1]), p[2])
+        else:
+            p = (pairs(p[0]), pairs(p[1]), pairs(p[2]), pairs(p[3]), p[4])
+    return p
+
+
+@gluon.jit
+def pairs(p):
+    """Pairs of neighbouring 16-bit elements of P, as [64, K / 2] of int32."""
+    low, high = gl.split(gl.reshape(p, [64, p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def elements(a, p):
+    """P [64, K] of its pairs. Not by PTX: LLVM sees that the pairs are what a product takes."""
+    low = p.to(gl.int16).to(a.q.dtype, bitcast=True)
+    high = (p >> 16).to(gl.int16).to(a.q.dtype, bitcast=True)
+    return left_operand(a, gl.reshape(gl.join(low, high), [64, p.shape[1] * 2]))
+
+
+@gluon.jit
 def start_output(a, values, n, p, o):
     """Starts O += P V of tile n; of several pieces, all but the last are waited for and released."""
     PIECES: gl.constexpr = a.S.pieces
     for j in gl.static_range(PIECES):
         values.wait_full(value_use(a, n, j))
-        o = warpgroup_mma(p[j], piece_of(a, values, value_use(a, n, j)), o, is_async=True)
+        left = p[j]
+        if PAIRED_WEIGHTS:
+            left = elements(a, left)
+        o = warpgroup_mma(left, piece_of(a, values, value_use(a, n, j)), o, is_async=True)
         if j > 0:
             o = warpgroup_mma_wait(1, deps=(o,))
             values.release(value_use(a, n, j - 1))
@@ -141,7 +172,7 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
     release_scores(a, keys, n)
     m, l = no_sums(a)
     p, m, l, alpha = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED, False)
-    return as_operand(a, p, alpha), m, l
+    return carried(a, as_operand(a, p, alpha)), m, l
 
 
 @gluon.jit
@@ -190,4 +221,4 @@ def step(
         o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
         p = (whole, alpha)
         release_output(a, values, last)
-    return p, o, m, l
+    return carried(a, p), o, m, l

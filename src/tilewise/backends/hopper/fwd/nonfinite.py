@@ -16,7 +16,7 @@ from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warp
 from .consumer import own_tiles, rows_of
 from .epilogue import nonfinite_rows, store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
-from .mma import as_operand
+from .mma import left_operand
 from .softmax import GROWTH, LATE, finalise, hide, logits, no_sums, weights
 from .tile_scheduler import locate, tile_count, work_tile_at
 from .tiles import tile_list
@@ -83,7 +83,7 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
             late = gl.where((n < right) | (n >= left), LATE, GROWTH)
         p, m, l, alpha = weights(a, s, m, l, gl.where(exact, 0.0, late), True)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-        o = warpgroup_mma(as_operand(a, p, alpha)[0], values, o)
+        o = warpgroup_mma(left_operand(a, p.to(a.q.dtype)), values, o)
         if odd:
             seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
             hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)

@@ -15,7 +15,7 @@ an mbarrier are told apart by parity. Every use is released by every consumer, u
 tests/backends/hopper/test_hopper_protocol.py simulates this in random order.
 """
 
-from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from ...gpu.gluon import fence_async_shared, gl, gluon, mbarrier, opaque, reinterpret, tma_load
 from ..signature import struct
 
 
@@ -59,6 +59,7 @@ def key_use(a, n, i):
     each = a.S.chunks
     if a.S.v_stages == 0:
         each += a.S.pieces
+        n = opaque(n)
     return n * each + i
 
 
