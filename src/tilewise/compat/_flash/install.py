@@ -10,15 +10,16 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import InvalidArgument
-
-VERSION = "2.8.3+tilewise"  # the version of the interface
+from . import package
+from .package import VERSION
 
 _before: dict[str, ModuleType | None] = {}  # the modules that tilewise replaces
 
 
 def install(*, replace: bool = False) -> None:
     """Makes tilewise importable as flash-attn: `flash_attn`, `flash_attn.flash_attn_interface`,
-    `flash_attn.bert_padding`, `flash_attn.layers.rotary` and FlashAttention 3's `flash_attn_interface`.
+    `flash_attn.bert_padding`, `flash_attn.layers.rotary` and FlashAttention 3's `flash_attn_interface`. Programs
+    that look for the package find it: transformers takes `attn_implementation="flash_attention_2"` without a GPU too.
 
     Args:
         replace: replace an installed flash-attn in this process; without it, an installed flash-attn is an error. Code
@@ -39,10 +40,12 @@ def install(*, replace: bool = False) -> None:
         _before[name] = sys.modules.pop(name, None)
     sys.modules.update(modules)
     sys.meta_path.append(_MISSING)
+    package.show()
 
 
 def uninstall() -> None:
     """Restores what was importable before `install()`."""
+    package.hide()
     if _MISSING in sys.meta_path:
         sys.meta_path.remove(_MISSING)
     for name, module in _before.items():
