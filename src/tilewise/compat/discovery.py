@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from ..core.extras import install_line
-from ._flash.package import tell_transformers
 
 OLDEST = (5, 22)  # older versions describe masks differently
 MODELS = "transformers.modeling_utils"  # it has the registry of attention implementations
@@ -42,7 +41,9 @@ def register() -> None:
         # It is missing while that module is importing these models; it registers at its own end.
         if hasattr(transformers, "register"):
             transformers.register()
-            tell_transformers()
+            package = sys.modules.get(f"{__package__}._flash.package")
+            if package is not None:  # of tilewise under flash-attn's name
+                package.tell_transformers()
     except ImportError:
         return
     except Exception as error:  # a later transformers must stay importable whatever has changed
