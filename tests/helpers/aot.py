@@ -26,7 +26,7 @@ from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Launcher
 from tilewise.core.expression.mods import DTYPES
-from tilewise.core.problem import Problem
+from tilewise.core.problem import Problem, captured_number
 from tilewise.core.storage import StorageFormat
 from tilewise.core.tensors import BackwardTensors, Tensors
 
@@ -242,6 +242,7 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
     if "mask" in p.grads:
         b.dmask = floats(*(1 if one else n for n, one in zip(t.mask.shape, p.mask.broadcast, strict=True)))
         b.dmask = b.dmask if any(p.mask.broadcast) else b.dmask.to(p.mask.dtype)
+    b.dcaptured = {n: floats(*t.captured[n].shape) for n in map(captured_number, p.grads) if n is not None}
     b.dsinks = floats(p.heads) if "sinks" in p.grads else None
     b.dalibi_slopes = floats(p.batch, p.heads) if "alibi_slopes" in p.grads else None
     for name in set(p.grads) & {"q_bias", "k_bias"}:
@@ -257,7 +258,7 @@ def kernels_for(p: Problem, target: Target, config: Any = None) -> Iterator[tupl
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))
     memory = backward.memory(t, Workspaces(t.dout.device)) | {"DSINKS": t.dsinks}
-    for kernel, _, given in backward.launches(t, memory, lists):
+    for kernel, _, given in backward.launches(t, memory, lists, backward.load_sums(t)):
         yield kernel, given
         if (fixup := fixup_of(kernel)) is not None:
             yield fixup, given

@@ -19,9 +19,9 @@ import torch
 from ...core.expression.build import is_const
 from ...core.expression.mods import Mods, is_wide
 from ...core.expression.node import Node
-from ...core.expression.sums import AXES, LoadGradient, load_gradients
-from ...core.mod_tiles import SequencePlaces, sequence_places
-from ...core.problem import Problem, captured_number
+from ...core.expression.sums import AXES, LoadGradient
+from ...core.mod_gradients import axis_positions, loads_of
+from ...core.problem import Problem
 from ...core.tensors import BackwardTensors, Tensors
 from . import mods as functions
 from .codegen.vector import W
@@ -49,14 +49,11 @@ NONE = Derivatives(False, (), (), ())
 
 
 def derivatives_of(p: Problem) -> Derivatives:
-    places = p.rules.places
-    numbers = tuple(n for n in map(captured_number, p.grads) if n is not None)
-    return NONE if p.mods is None else _derivatives(p.mods, numbers, places != "rows" and places[1] == places[2])
+    return NONE if p.mods is None else _derivatives(p.mods, loads_of(p))
 
 
 @cache
-def _derivatives(mods: Mods, numbers: tuple[int, ...], equal_strides: bool) -> Derivatives:
-    loads = load_gradients(mods, numbers, equal_strides)
+def _derivatives(mods: Mods, loads: tuple[LoadGradient, ...]) -> Derivatives:
     parts: list[Part] = [] if mods.by_score is None else [mods.by_score]
     at = []
     for load in loads:
@@ -112,53 +109,28 @@ class CapturedSums:
     def write(self) -> None:
         """Computes the indices, and writes the gradients."""
         p, t = self.problem, self.tensors.forward
-        at = sequence_places(p, t)
         table = functions.table_of(t.captured)
         for load, sums in zip(self.loads, self.sums, strict=True):
             if load.axis != "cells":
-                elements = elements_of(p, t, at, load, sums.shape[1], table)
+                elements = elements_of(p, t, load, sums.shape[1], table)
                 self.totals[load.number].index_add_(0, elements.expand_as(sums).reshape(-1), sums.view(-1))
         for number, x in self.tensors.dcaptured.items():
             x.copy_(self.totals[number][: x.numel()].view_as(x))
 
 
-def elements_of(p: Problem, t: Tensors, at: SequencePlaces, load: LoadGradient, count: int, table: Any) -> torch.Tensor:
+def elements_of(p: Problem, t: Tensors, load: LoadGradient, count: int, table: Any) -> torch.Tensor:
     """The elements that a load reads in all rows, keys or distances, int64 [1 or H, count]."""
     assert p.mods is not None
     wide = is_wide(t.captured)
     kernel = functions.kernel("places", p.mods, wide, (load,))
     address = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(ARGUMENTS["places"].split()))(kernel)
     padded = int(round_up(count, W))
-    b, q, k = (torch.zeros(padded, dtype=torch.int32) for _ in range(3))
-    b[:count], x = sequences_of(p, t, load.axis, count)
-    batch = b[:count].long()
-
-    def of(number: torch.Tensor | int) -> torch.Tensor | int:
-        return number[batch] if isinstance(number, torch.Tensor) else number
-
-    if load.axis == "rows":
-        q[:count] = of(at.q_start) + of(at.q_stride) * x
-    elif load.axis == "keys":
-        k[:count] = of(at.k_start) + of(at.k_stride) * x
-    else:  # the distance q - k, of row i and key j: x is i - j + keys - 1
-        q[:count] = of(at.q_start) - of(at.k_start) + of(at.q_stride) * (x - of(at.kv_len) + 1)
+    b, q, k = (torch.nn.functional.pad(x, (0, padded - count)) for x in axis_positions(p, t, load.axis, count))
     heads = range(p.heads if any("h" in index.inputs for index in load.load.children) else 1)
     elements = torch.empty(len(heads), padded, dtype=torch.int64)
     for h in heads:
         address(padded, b.data_ptr(), h, q.data_ptr(), k.data_ptr(), ctypes.addressof(table), elements[h].data_ptr())
     return elements[:, :count]
-
-
-def sequences_of(p: Problem, t: Tensors, axis: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all rows, keys or distances of all sequences: the sequence of each, and its number in it."""
-    packed = [cu for cu, name in ((t.cu_seqlens_q, "keys"), (t.cu_seqlens_k, "rows")) if name != axis]
-    if packed[0] is None:
-        each = count // p.batch
-        return torch.arange(p.batch).repeat_interleave(each), torch.arange(each).repeat(p.batch)
-    ends = torch.stack([cu.long() for cu in packed if cu is not None]).sum(0)
-    number = torch.arange(count)
-    batch = (torch.searchsorted(ends, number, right=True) - 1).clamp_max(p.batch - 1)  # spare rows: their sums are 0
-    return batch, number - ends[batch]
 
 
 assert LOAD_SUMS.itemsize == ctypes.sizeof(LoadSums)

@@ -11,6 +11,7 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
+from ...core.mod_gradients import loads_of
 from ...core.plan import Deferred, OtherDevice, Plan, Unproven
 from ...core.problem import (
     CascadeProblem,
@@ -19,7 +20,6 @@ from ...core.problem import (
     family_of,
     no_alibi_by_tree,
     no_dropout,
-    no_mods,
     no_mods_by_tree,
     other_formats,
 )
@@ -136,7 +136,10 @@ def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: 
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return no_mods(problem) or supports(problem) or dense_mask.refusal(problem)
+    p = problem
+    if any(x.axis == "cells" for x in loads_of(p)):
+        return "it has no gradient of a captured tensor whose index is not made of b, h and q, k or q - k"
+    return supports(p) or dense_mask.refusal(p)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -75,3 +75,20 @@ def apply_mods(s, visible, cells, S: tl.constexpr):
     if S.mods.mask is not None:
         visible = visible & S.mods.mask(given, b, h, q, k, captured)
     return s, visible
+
+
+@triton.jit
+def differentiate_mods(s, cells, S: tl.constexpr):
+    """The scores that functions of the user make of `s`, -inf in cells that they hide; the derivative by `s`, and a
+    tuple of those by elements of captured tensors.
+    """
+    b, h, q, k, captured = cells
+    given = s
+    slope = 1.0
+    by_loads = ()
+    if S.mods.score is not None:
+        s, slope, by_loads = S.mods.score(given, b, h, q, k, captured)
+        s = tl.broadcast_to(s, given.shape)
+    if S.mods.mask is not None:
+        s = tl.where(S.mods.mask(given, b, h, q, k, captured), s, float("-inf"))
+    return s, slope, by_loads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from ...core.expression.build import LEAST, MOST
+from ...core.expression.build import LEAST, MOST, const
 from ...core.expression.mods import Mods
 from ...core.expression.node import COMPARE, INT_2, Node, in_order
 
@@ -31,11 +31,13 @@ STEPS = ("int", "floor", "ceil", *COMPARE, "load")  # of which a last digit of a
 @dataclass(frozen=True)
 class ModFunctions:
     """The functions of a call as kernels call them, compiled when the first kernel asks. `wide`: offsets in captured
-    tensors take 64 bits.
+    tensors take 64 bits; `loads`: those by which a backward kernel needs derivatives, as `Mods.by_loads` counts them.
     """
 
     mods: Mods
     wide: bool = False
+    backward: bool = False
+    loads: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """What Triton's cache on disk knows a kernel by: all that is printed."""
@@ -43,35 +45,46 @@ class ModFunctions:
 
     @property
     def text(self) -> str:
-        roots = {"score": self.mods.score, "mask": self.mods.mask}
-        return "".join(self.printed(name, [root]) for name, root in roots.items() if root is not None)
+        return "".join(self.printed(name) for name in ("score", "mask"))
 
-    def printed(self, name: str, roots: Sequence[Node]) -> str:
-        return printed(f"mod_{name}", roots, self.mods.tensors, self.wide)
+    def printed(self, name: str) -> str:
+        """The text of a function; "" if there is none."""
+        root = getattr(self.mods, name)
+        if root is None:
+            return ""
+        own, more = [root], None
+        if name == "score" and self.backward:
+            own.append(const(1.0) if self.mods.by_score is None else self.mods.by_score)
+            derivatives = [*self.mods.by_loads.values()]
+            more = [derivatives[n] for n in self.loads]
+        return printed(f"mod_{name}", own, more, self.mods.tensors, self.wide)
 
     @cached_property
     def score(self) -> Any:
-        """The score of cells by what it was; None if there is no score_mod."""
-        return None if self.mods.score is None else compiled(self.printed("score", [self.mods.score]), "mod_score")
+        """The score of cells by what it was; in a backward pass, its derivative and a tuple of those by `loads` too.
+        None if there is no score_mod.
+        """
+        return compiled(self.printed("score"), "mod_score")
 
     @cached_property
     def mask(self) -> Any:
         """Which cells mask_mod leaves; None if there is none."""
-        return None if self.mods.mask is None else compiled(self.printed("mask", [self.mods.mask]), "mod_mask")
+        return compiled(self.printed("mask"), "mod_mask")
 
 
 @cache
 def captured_bytes(mods: Mods | None, rows: int, keys: int) -> int:
     """An upper bound on the bytes of captured tensors that a tile of a loop over keys reads in advance."""
     roots = () if mods is None else (x for x in (mods.score, mods.mask) if x is not None)
-    loads = [x for x in in_order(*roots) if x.op == "load" and x.inputs & {"s", "k"}]
-    cells = sum(keys * (rows if x.inputs & {"s", "q", "h"} else 1) for x in loads)
-    return 8 * cells  # pointers take as much while they wait
+    loads = [x.inputs for x in in_order(*roots) if x.op == "load" and x.inputs & {"s", "q", "k"}]
+    return 8 * sum(rows * keys if "s" in x or {"q", "k"} <= x else rows + keys for x in loads)  # pointers take as much
 
 
 @cache
 def compiled(text: str, name: str) -> Any:
-    """The function of a printed text."""
+    """The function of a printed text; None of none."""
+    if not text:
+        return None
     import triton
 
     from ..gpu.signature import function_from
@@ -80,8 +93,11 @@ def compiled(text: str, name: str) -> Any:
     return function_from(text, name, triton.jit, vars(mod_operations))
 
 
-def printed(name: str, roots: Sequence[Node], tensors: Sequence[tuple[str, int]], wide: bool) -> str:
-    """The text of a function of cells with the results of these nodes: one, or a tuple."""
+def printed(
+    name: str, own: Sequence[Node], more: Sequence[Node] | None, tensors: Sequence[tuple[str, int]], wide: bool
+) -> str:
+    """The text of a function of cells with the results of these nodes; those in `more` are a tuple of their own."""
+    roots = [*own, *(more or ())]
     exact = frozenset(in_order(*(y for x in in_order(*roots) if x.op in STEPS for y in x.children)))
     first, at = [], 0  # the place of each tensor in `c`
     for _, rank in tensors:
@@ -110,7 +126,10 @@ def printed(name: str, roots: Sequence[Node], tensors: Sequence[tuple[str, int]]
                 args = [of(x, numbers and n == 0) for n, x in enumerate(node.children)]
                 text = operation(node, args, node in exact)
             lines.append(f"    {names[node]} = {text}")
-    lines.append(f"    return {', '.join(of(root, True) for root in roots)}")
+    results = [of(root, True) for root in own]
+    if more is not None:
+        results.append(f"({''.join(f'{of(root, True)}, ' for root in more)})")
+    lines.append(f"    return {', '.join(results)}")
     return "\n".join(lines) + "\n"
 
 

@@ -74,10 +74,24 @@ def add_captured(
         terms = torch.where(visible, ds * (slope.abs() if absolute else slope), 0.0).to(total.dtype)  # [H, n, m]
         if not total.numel():
             continue
-        at = torch.zeros((), dtype=torch.int64, device=s.device)
-        for place, size in zip(places, total.shape, strict=True):
-            at = at * size + clamped(place, size)
+        at = element_number(places, total)
         at = at.expand((1,) * (terms.ndim - at.ndim) + tuple(at.shape))
         shared = [dim for dim, n in enumerate(at.shape) if n == 1 and terms.shape[dim] != 1]
         terms = terms.sum(shared, keepdim=True) if shared else terms
-        total.view(-1).index_add_(0, at.expand_as(terms).reshape(-1), terms.reshape(-1))
+        add_at(total.view(-1), at.expand_as(terms).reshape(-1), terms.reshape(-1))
+
+
+def element_number(places: list[Tensor], x: Tensor) -> Tensor:
+    """The number of the element of x that a load reads at these indices, in row-major order."""
+    at = torch.zeros((), dtype=torch.int64, device=x.device)
+    for place, size in zip(places, x.shape, strict=True):
+        at = at * size + clamped(place, size)
+    return at
+
+
+def add_at(total: Tensor, at: Tensor, terms: Tensor) -> None:
+    """total[at] += terms, all of one dim, in the same order each time."""
+    if total.is_cuda:  # it sorts, where `index_add_` has atomics
+        total.index_put_((at,), terms, accumulate=True)
+    else:
+        total.index_add_(0, at, terms)

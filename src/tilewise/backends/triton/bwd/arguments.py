@@ -14,7 +14,7 @@ GRADIENTS = {
     "DQ_BIAS": "dq_bias", "DK_BIAS": "dk_bias",
 }  # fmt: skip
 ROWS_ONLY = ("OUT", "SINKS", "DLSE", "DSLOPES")  # read or written by the kernels of `rows.py` alone
-WORKSPACES = ("DELTA", "DROWS", "FLAGS", "LIST", "RANK")
+WORKSPACES = ("DELTA", "DROWS", "FLAGS", "LIST", "RANK", "LOADS")
 STRIDES = {  # the dims of each tensor whose strides are passed
     "q": "bhl", "k": "bhl", "v": "bhl", "do": "bhl", "lse": "bhl", "dq": "bhl", "dk": "bhl", "dv": "bhl",
     "mask": "bhqk", "dmask": "bhqk", "list": "bhqn", "slopes": "b", "tree": "bq", "qb": "bhl", "kb": "bhl",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ....core.expression.sums import LoadGradient
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, ceil_pow2, classifies, flags_of
 from ...gpu.target import INTERPRETER, Target
+from ..mod_printer import ModFunctions, captured_bytes
 from ..operands import is_float32, operand
 from .spec import BackwardConfig, BackwardSpec, Tile
 
@@ -23,12 +26,25 @@ WARP_SCRATCH = 256
 def config(problem: Problem, target: Target) -> BackwardConfig:
     """The launch shapes of a problem on a device, fitted to its shared memory."""
     c = _tiles(problem, target)
-    return BackwardConfig(
+    return replace(
+        c,
         keys=fitted(problem, c.keys, target, "keys"),
         queries=fitted(problem, c.queries, target, "queries"),
         mask=fitted(problem, c.mask, target, "queries"),
-        apart=c.apart,
+        distances=None if problem.mods is None else distance_tile(problem, target),
     )
+
+
+def distance_tile(problem: Problem, target: Target) -> Tile:
+    """The tile of gradients by distances: as many queries as keys."""
+    wide = max(problem.head_dim, problem.value_dim)
+    size = min(32 if is_float32(problem) or wide > 128 else 64, _least(max(problem.q_len, problem.kv_len)))
+    tile = Tile(size, size, min(4 if wide <= 64 else 8, target.most_warps), 1)
+    while target.vendor != "interpreter" and needed(problem, tile, "queries") > target.shared_memory:
+        assert size > 16 or not tile.reload, f"no tile fits {target}: {problem}"
+        size = max(16, size // 2)
+        tile = replace(tile, BQ=size, BK=size, reload=tile.BK == 16)
+    return tile
 
 
 def _tiles(problem: Problem, target: Target) -> BackwardConfig:
@@ -75,8 +91,8 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether a step holds more than scores and operands: a mask tile, or biases of rows and columns."""
-    return problem.mask is not None or problem.biased
+    """Whether a step holds more than scores and operands: a mask tile, biases of rows and columns, functions."""
+    return problem.mask is not None or problem.biased or problem.mods is not None
 
 
 def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
@@ -108,11 +124,17 @@ def needed(problem: Problem, tile: Tile, side: str) -> int:
     kept, step = (tile.BK, tile.BQ) if side == "keys" else (tile.BQ, tile.BK)
     size = 4 if is_float32(p) else 2
     total = (kept + tile.stages * step) * columns * size
+    total += tile.stages * captured_bytes(p.mods, tile.BQ, tile.BK)
     return total + size * tile.BQ * tile.BK + SCRATCH + WARP_SCRATCH * tile.warps
 
 
-def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> BackwardSpec:
-    """What a kernel is compiled for; `what`: the gradients that it computes, and `mask_group`."""
+def spec(
+    problem: Problem, tile: Tile, target: Target | None, loads: Sequence[LoadGradient] = (), diagonal: bool = False,
+    **what: Any,
+) -> BackwardSpec:  # fmt: skip
+    """What a kernel is compiled for; `what`: the gradients that it computes, and `mask_group`. `loads` are those of
+    captured tensors whose gradients it sums, `diagonal` whether by distances.
+    """
     p = problem
     most = max(tile.BQ, tile.BK)
     device = target or INTERPRETER
@@ -125,7 +147,12 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         "precision": device.precision(p.allow_tf32),
     }  # of q and dout: q's type alone
     flags = flags_of(p, tile.BK)
-    tail_q = p.packed_q or p.q_len % tile.BQ != 0
+    if p.mods is not None:
+        own_loads = {x.load for x in loads}
+        numbers = tuple(n for n, x in enumerate(p.mods.by_loads) if x in own_loads)
+        flags |= {"mods": ModFunctions(p.mods, backward=True, loads=numbers), "linear": False}
+    flags["tail"] |= diagonal
+    tail_q = p.packed_q or diagonal or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
         "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,
         "dq_bias": False, "dk_bias": False, "mask_group": 1,
@@ -143,7 +170,9 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         few=is_float32(p) and not p.allow_tf32 and p.q_len <= FEW_ROWS,
         group=p.group,
         varlen=p.form == "varlen",
-        listed=lists_tiles(p),
+        listed=lists_tiles(p) and not diagonal,
+        loads=len(loads),
+        diagonal=diagonal,
         # Always for wide heads: the branch keeps MMA descriptors out of registers, which spill.
         partial=hides(p) or tail_q or flags["tail"] or max(p.head_dim, p.value_dim) > 256,
         tail_q=tail_q,
@@ -158,7 +187,8 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
 
 def hides(problem: Problem) -> bool:
     """Whether cells of a tile may be hidden."""
-    return problem.mask is not None or problem.rules.by_position or problem.biased or problem.tree
+    p = problem
+    return p.mask is not None or p.rules.by_position or p.biased or p.tree or p.mods is not None
 
 
 def skips(problem: Problem) -> bool:

@@ -8,6 +8,7 @@ from ...gpu.mask_rules import query_position, query_span, sequence_numbers
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from .arguments import NAMES, SIZES
+from .captured import add_terms, count_loads, empty_terms
 from .load import (
     dout_of,
     k_of,
@@ -28,9 +29,11 @@ from .tile import add_product, outer_product, tile_gradients
 
 @triton.jit
 def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
-    """Adds query tile `t` of a head to `state` = (dk, dv, sums for dk_bias) of BK keys; tiles are [BK, BQ]."""
-    dk, dv, sums = state
-    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len = rows
+    """Adds query tile `t` of a head to `state` = (dk, dv, sums for dk_bias, sums for loads) of BK keys; tiles are
+    [BK, BQ].
+    """
+    dk, dv, sums, loads = state
+    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len, user = rows
     BQ: tl.constexpr = S.BQ
     row = t * BQ + tl.arange(0, BQ)
     row_ok = row < q_len
@@ -44,7 +47,7 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         bias = load_bias(at[None, :], tl.arange(0, S.BK)[:, None], mask_k, ok, S)
     s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
     dp = s
-    if S.dk or S.dk_bias:
+    if S.of_scores:
         dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)  # [BK, BQ]
     QB, qb_l, other = biases
     added = other
@@ -52,9 +55,9 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         added = row_biases(QB, row, qb_l, row_ok, S)[None, :] + other[:, None]
     TREE, tree_q, own_keys = tree
     tree_at = tree_rows(TREE, 0, 0, row, tree_q, S)
-    p, dl, ds = tile_gradients(
+    p, dl, ds, terms = tile_gradients(
         s, dp, mixed, bias, lse[None, :], delta[None, :], query_position(offset, row, rules[3], S)[None, :], n[:, None],
-        ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, rules, S,
+        ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, user, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)  # [BK, Dv]
@@ -62,7 +65,7 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         dk = add_product(dk, ds, q, q_of(S), S)  # [BK, D]
     if S.dk_bias:
         sums += tl.sum(dl, 1)
-    return dk, dv, sums
+    return dk, dv, sums, add_terms(loads, terms)
 
 
 @kernel_of(NAMES, SIZES, triton.jit)
@@ -118,7 +121,7 @@ def key_gradients(a, S):
 
     k = load_tile(plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S), n0, k_l, key_ok, k_of(S), S, True)
     v = k
-    if S.dk or S.dk_bias:
+    if S.of_scores:
         v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
     scale = tl.cast(a.scale, tl.float32)  # the interpreter passes a subnormal float32 as float64
     rules = (scale, a.softcap, n_keys, numbers)
@@ -128,7 +131,7 @@ def key_gradients(a, S):
         dk = empty_acc(q_of(S), BK)
     if S.dv:
         dv = empty_acc(dout_of(S), BK)
-    state = (dk, dv, tl.zeros([BK], tl.float32))
+    state = (dk, dv, tl.zeros([BK], tl.float32), empty_terms(BK, S))
     tree = (n, n, n)
     if S.tree:
         tree = (a.TREE + tl.cast(b, tl.int64) * a.tree_b, a.tree_q, n_keys - q_len)
@@ -157,7 +160,7 @@ def key_gradients(a, S):
             plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,
             plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
             row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, biases,
-            tree, offset, q_len,
+            tree, offset, q_len, (b, head, a.captured),
         )  # fmt: skip
         if S.listed:
             tiles, first, last = listed_tiles(
@@ -172,13 +175,19 @@ def key_gradients(a, S):
             for t in tl.range(first_t, last_t):
                 mixed = (t < inner) | (t >= outer)
                 state = key_step(state, t, mixed, k, v, n, key_ok, head_rows, rules, S)
+        total = a.kv_len
+        planes = tl.cast(a.batch, tl.int64) * a.heads * total
+        if S.varlen:
+            total = a.total_k
+            planes = tl.cast(a.heads, tl.int64) * total
         if S.dk_bias:
-            total = a.kv_len
-            if S.varlen:
-                total = a.total_k
             tl.store(row_plane(a.DK_BIAS, b, head, kv_start, a.heads, total, S) + n, state[2], mask=n < slots)
-            state = (state[0], state[1], tl.zeros([BK], tl.float32))
-    dk, dv, _ = state
+        for j in tl.static_range(count_loads(S)):
+            to = row_plane(a.LOADS + j * planes, b, head, kv_start, a.heads, total, S) + n
+            tl.store(to, state[3][j], mask=n < slots)
+        if S.dk_bias or S.loads > 0:
+            state = (state[0], state[1], tl.zeros([BK], tl.float32), empty_terms(BK, S))
+    dk, dv, _, _ = state
     if S.guard == "flag" and (S.dk or S.dv):
         tl.store(a.FLAGS + pid, (has_nonfinite(dk) | has_nonfinite(dv)).to(tl.int32))
     inside = n < slots

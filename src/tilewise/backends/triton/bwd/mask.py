@@ -100,8 +100,9 @@ def mask_gradients(a, S):
                         keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
                     biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
                 tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - n_rows)
-                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, tree, offset, a.mask_k)
-                acc += query_tile(t, True, bias, given, keys, rules, S)[2]
+                user = (b, head, a.captured)
+                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, tree, offset, a.mask_k, user)
+                acc += query_tile(t * BK, True, bias, given, keys, rules, S)[2]
 
     row = own_row[:, None]
     n = own_n[None, :]

@@ -9,6 +9,7 @@ from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from ..kv_load import round_type
 from .arguments import NAMES, SIZES
+from .captured import add_terms, count_loads, empty_terms
 from .load import dout_of, k_of, load_rows, load_tile, mask_rows, q_of, row_biases, store_tile, tree_rows
 from .places import listed_tiles, mask_plane, packed_tile, plane, row_plane, sequence, tile_of, wide_strides
 from .tile import add_product, query_tile
@@ -16,10 +17,12 @@ from .tile import add_product, query_tile
 
 @triton.jit
 def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constexpr):
-    """Adds key tile `t` to `state` = (dq, sums for the slopes, sums for dq_bias) of BQ queries; tiles are [BQ, BK]."""
-    dq, slopes, sums = state
-    _, _, _, _, row, row_ok, _, _, _, _, offset, _ = rows
-    k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
+    """Adds key tile `t` to `state` = (dq, sums for the slopes, sums for dq_bias, sums for loads) of BQ queries; tiles
+    are [BQ, BK].
+    """
+    dq, slopes, sums, loads = state
+    _, _, _, _, row, row_ok, _, _, _, _, offset, _, _ = rows
+    k, n, dl, ds, terms = query_tile(t * S.BK, mixed, None, rows, keys, rules, S)
     if S.dmask == "cells":  # before the product, which is in flight while the next tile begins
         to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
             tl.int64
@@ -35,7 +38,7 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
         sums += tl.sum(dl, 1)
     if S.dq:
         dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
-    return dq, slopes, sums
+    return dq, slopes, sums, add_terms(loads, terms)
 
 
 @kernel_of(NAMES, SIZES, triton.jit)
@@ -117,8 +120,9 @@ def query_gradients(a, S):
             keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
         biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
     tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - q_len)
-    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k)
-    state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32))
+    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k, (b, head, a.captured))
+    zeros = tl.zeros([BQ], tl.float32)
+    state = (empty_acc(k_of(S), BQ), zeros, zeros, empty_terms(BQ, S))
     if S.listed:
         tiles, first, last = listed_tiles(
             a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t, S
@@ -134,7 +138,13 @@ def query_gradients(a, S):
             state = query_step(state, t, mixed, given, keys, cells, a.dmask_k, rules, S)
     if S.guard == "flag":
         tl.store(a.FLAGS + pid, has_nonfinite(state[0]).to(tl.int32))
-    dq, slopes, sums = state
+    dq, slopes, sums, loads = state
+    planes = tl.cast(a.batch, tl.int64) * a.heads * a.rows
+    if S.varlen:
+        planes = tl.cast(a.heads, tl.int64) * a.rows
+    for i in tl.static_range(count_loads(S)):
+        to = row_plane(a.LOADS + i * planes, b, head, q_start, a.heads, a.rows, S) + row
+        tl.store(to, loads[i], mask=row_ok)
     if S.dq_bias:
         tl.store(row_plane(a.DQ_BIAS, b, head, q_start, a.heads, a.rows, S) + row, sums, mask=row_ok)
     if S.dq:

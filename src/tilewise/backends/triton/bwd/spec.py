@@ -27,6 +27,7 @@ class BackwardConfig:
     queries: Tile  # of dQ: a program for each BQ queries
     mask: Tile  # of the gradient of a broadcast mask: a program for each BQ x BK of its cells
     apart: bool = False
+    distances: Tile | None = None  # of captured tensors by distances: a program for each BK of them; BQ is BK
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,10 @@ class BackwardSpec(Flags):
     dq_bias: bool
     dk_bias: bool
     dlse: bool
+    loads: int  # loads of captured tensors whose gradients are summed: over keys, over queries, or
+    diagonal: bool  # over all cells of a distance between query and key
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether a kernel of keys computes more than dV."""
+        return self.dk or self.dk_bias or self.loads > 0

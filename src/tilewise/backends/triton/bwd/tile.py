@@ -15,7 +15,9 @@ import triton
 from ...gpu.mask_rules import key_position, key_span, query_position
 from ..kv_load import first_of, precision_of, width_of, work_type
 from ..mask import tree_cells, visible_cells
+from ..mod_operations import differentiate_mods
 from ..score_mod import LOG2E, tanh
+from .captured import times
 from .load import k_of, load_bias, load_columns, load_numbers, load_tile, v_of
 
 
@@ -91,7 +93,7 @@ def selects(spec):
     """Whether cells that a float mask hides need a select. Adding -inf alone makes weights 0, or NaN where a score is
     not finite; then a gradient is NaN too, its program sets a flag, and the fix-up recomputes it.
     """
-    sums = spec.dq_bias or spec.dk_bias  # these have no flag
+    sums = spec.dq_bias or spec.dk_bias or spec.mods is not None  # these have no flag
     return sums or not (spec.guard == "flag" and spec.dmask != "sums" and (spec.dq or spec.dk or spec.dv))
 
 
@@ -139,9 +141,10 @@ def capped(s, scale, softcap, S: tl.constexpr):
 
 @triton.jit
 def tile_gradients(
-    s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, tree, at, mask_k, rules, S: tl.constexpr
+    s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, tree, at, mask_k, user, rules, S: tl.constexpr
 ):  # fmt: skip
-    """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
+    """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits, of scores, and of
+    the elements that functions of the user load. Logits are those that such functions are given.
 
     `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask; `added`: biases
     of rows and keys; `tree`: rows of a tree mask, and its first key. A hidden cell has a weight of 0 and, unless an
@@ -162,10 +165,24 @@ def tile_gradients(
             s = hide_cells(s, tl.where(scale < 0, float("inf"), float("-inf")), qpos, n, ok, at, mask_k, rules, S)
     # x: logits minus lse, in natural units or in base 2. Biases may be huge, and lse then is too: it is subtracted
     # last.
-    NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.biased or S.mask == "float"
+    NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.biased or S.mask == "float" or S.mods is not None
     if S.mask == "float":
         bias = bias.to(tl.float32)
-    if S.alibi:
+    by_score = 1.0
+    by_loads = ()
+    if S.mods is not None:
+        x = s * factor
+        if S.alibi:
+            x = x - slope * tl.abs(qpos - key_position(n, numbers, S)).to(tl.float32)
+        if S.biased:
+            x = x + added
+        if S.mask == "float":
+            x = x + bias
+        b, head, captured = user
+        cells = (b, head, qpos, key_position(n, numbers, S), captured)
+        x, by_score, by_loads = differentiate_mods(x, cells, S)
+        x = x - lse
+    elif S.alibi:
         x = tl.fma(s, factor, -(slope * tl.abs(qpos - key_position(n, numbers, S)).to(tl.float32)))
         if S.mask == "float":
             x = x + bias
@@ -205,15 +222,22 @@ def tile_gradients(
         p = tl.exp2(x)
     dl = p * (dp - delta)
     if LAST:
-        if S.tree:
+        if S.tree or S.mods is not None:
             seen = seen & (x != float("-inf"))
         dl = tl.where(seen, dl, 0.0)
+    elif S.mods is not None:
+        dl = tl.where(x == float("-inf"), 0.0, dl)
     elif (
         S.partial
         and (S.guard == "fixup" or S.dmask != "" or S.dslopes or S.dq_bias or S.dk_bias)
         and not (S.mask == "float" and not selects(S))
     ):
         dl = tl.where(x == float("-inf"), p, dl)  # p is 0 there
+    loads = ()
+    if S.mods is not None:
+        for i in tl.static_range(len(by_loads)):
+            loads = loads + (times(dl, by_loads[i]),)
+        dl = times(dl, by_score)
     ds = dl
     if S.softcap:
         ds = dl * bent
@@ -221,32 +245,34 @@ def tile_gradients(
         p = tl.where(x == float("-inf"), 0.0, p + delta * 0.0)
         if S.softcap:
             ds = tl.where(x == float("-inf"), 0.0, ds)
-    return p, dl, ds
+    return p, dl, ds, loads
 
 
 @triton.jit
-def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
-    """Keys of tile `t`, their indices, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
-    load them.
+def query_tile(n0, mixed, bias, rows, keys, rules, S: tl.constexpr):
+    """Keys from `n0` on, their indices, and gradients of logits, scores and loads [BQ, BK]. `bias`: a float mask's
+    cells; None: load them.
     """
-    q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k = rows
+    q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k, user = rows
     K, k_l, V, v_l = keys
     BK: tl.constexpr = S.BK
-    n = t * BK + tl.arange(0, BK)
+    n = n0 + tl.arange(0, BK)
     key_ok = n < rules[2]
+    if S.diagonal:
+        key_ok = key_ok & (n >= 0)
     ok = row_ok[:, None] & key_ok[None, :]
-    k = load_tile(K, t * BK, k_l, key_ok, k_of(S), S, S.tail)
-    v = load_tile(V, t * BK, v_l, key_ok, v_of(S), S, S.tail)
+    k = load_tile(K, n0, k_l, key_ok, k_of(S), S, S.tail)
+    v = load_tile(V, n0, v_l, key_ok, v_of(S), S, S.tail)
     if S.mask == "float" and bias is None:
-        bias = load_bias(at[:, None] + tl.cast(t * BK, tl.int64) * mask_k, tl.arange(0, BK)[None, :], mask_k, ok, S)
+        bias = load_bias(at[:, None] + tl.cast(n0, tl.int64) * mask_k, tl.arange(0, BK)[None, :], mask_k, ok, S)
     own, keys_at, stride = biases
     added = own[:, None]
     if S.k_bias:
         added = added + load_numbers(keys_at, n, stride, key_ok, S.tail)[None, :]
     s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
-    _, dl, ds = tile_gradients(
+    _, dl, ds, loads = tile_gradients(
         s, dp, mixed, bias, lse[:, None], delta[:, None], query_position(offset, row, rules[3], S)[:, None], n[None, :],
-        ok, slope, added, (tree[0][:, None], tree[1]), at[:, None], mask_k, rules, S,
+        ok, slope, added, (tree[0][:, None], tree[1]), at[:, None], mask_k, user, rules, S,
     )  # fmt: skip
-    return k, n, dl, ds
+    return k, n, dl, ds, loads
