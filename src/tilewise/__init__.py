@@ -18,13 +18,14 @@ from .dispatch.activity import counters
 from .errors import CacheFull, InvalidArgument, Unsupported
 from .kv_cache import KVCache, PagedKVCache
 from .quantised import Quantised
-from .state import AttentionState, merge
+from .state import AttentionState, Aux, merge
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGradients",
     "AttentionState",
+    "Aux",
     "CacheFull",
     "InvalidArgument",
     "KVCache",

@@ -4,20 +4,20 @@ call from the call cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import autograd, derivative_ops, differentiation, ops  # noqa: F401
+from . import autograd, derivative_ops, differentiation, ops, statistics_ops  # noqa: F401
 from .core import cost, keywords
 from .core.arrays import returner
 from .core.dropout import with_seed
 from .core.eager import eager_function
 from .core.expression import mods
-from .core.options import Array, Options
+from .core.options import STATISTICS, Array, Options
 from .core.plan import Plan
 from .core.private.torch import is_in_transform
 from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
@@ -25,7 +25,7 @@ from .core.tensors import Tensors
 from .core.tracing import is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
-from .state import AttentionState
+from .state import AttentionState, Aux
 from .validation import calls, meta
 from .validation.calls import Call
 
@@ -45,6 +45,10 @@ def attention(
 def attention(
     q: Kind, k: Keys, v: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Kind | AttentionState: ...
+@overload
+def attention(
+    q: Kind, k: Keys, v: Keys, *, return_aux: Sequence[str], **options: Unpack[AttentionOptions]
+) -> tuple[Kind, Aux]: ...
 @overload
 def attention(q: Array, k: Keys, v: Keys, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any: ...
 @shows(AttentionOptions)
@@ -96,6 +100,10 @@ def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array |
         tile_map: which tiles of `mask` to skip; the output is the same with and without.
         split_size: keys per split, fixed: a sequence then gives the same bits in any batch.
         return_lse: return an `AttentionState` of `out` and `lse`, the log-sum-exp of each row's scores.
+        return_aux: return `(out, Aux)` with these statistics of the weights, by name, any of `"lse"`, `"max_logits"`,
+            `"entropy"`, `"key_mass"` and `"weights"`. See docs/statistics.md.
+        key_mass_queries: `key_mass` sums the weights of the last so many queries alone.
+        weight_indices: int `[B, Lq, n]` or `[B, H, Lq, n]`: the keys of `weights`; -1 is none.
         out: where to write, `[B, H, Lq, Dv]` (or as `layout` says) in q's dtype.
         allow_tf32: one TF32 pass for float32 inputs on a GPU.
         deterministic: gradients have the same bits each time. False allows faster reductions where a backend has them.
@@ -106,7 +114,7 @@ def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array |
 
     Returns:
         `out` `[B, H, Lq, Dv]` in q's dtype and of q's kind of array. With `return_lse` an `AttentionState`: `out`, and
-        `lse` float32 of `out`'s shape without its last dim.
+        `lse` float32 of `out`'s shape without its last dim. With `return_aux` `out` and an `Aux`.
 
     >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
     >>> attention(q, k, v, causal=True, window=32).shape
@@ -132,6 +140,11 @@ def varlen_attention(
 ) -> Kind | AttentionState: ...  # fmt: skip
 @overload
 def varlen_attention(
+    q: Kind, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    *, return_aux: Sequence[str], **options: Unpack[VarlenOptions],
+) -> tuple[Kind, Aux]: ...  # fmt: skip
+@overload
+def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
     *, return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> Any: ...  # fmt: skip
@@ -152,6 +165,7 @@ def varlen_attention(
         kv_lengths: int `[B]`: keys in use of each sequence.
         mask: as in `attention`, `[B, H, max_q, max_k]` and its broadcasts, indexed from each sequence's start.
         key_indices: `[Tq, n]` or `[Tq, Hkv, n]`; keys count from each sequence's start.
+        weight_indices: `[Tq, n]` or `[Tq, H, n]`, likewise. `key_mass` is `[Tk, H]`.
 
     All other options as in `attention`; positions count from each sequence's start.
 
@@ -183,6 +197,11 @@ def paged_attention(
 ) -> Kind | AttentionState: ...  # fmt: skip
 @overload
 def paged_attention(
+    q: Kind, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    *, return_aux: Sequence[str], **options: Unpack[PagedOptions],
+) -> tuple[Kind, Aux]: ...  # fmt: skip
+@overload
+def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
     *, return_lse: bool = False, **options: Unpack[PagedOptions],
 ) -> Any: ...  # fmt: skip
@@ -204,6 +223,7 @@ def paged_attention(
         max_q: the longest sequence of packed queries.
         mask: as in `attention`; its last dim may stop at the longest context.
         key_indices: as in `attention`, and of packed queries as in `varlen_attention`: positions, not slots of pages.
+        weight_indices: likewise. `key_mass` is `[B, H, max_pages * page_size]`, 0 past each length.
 
     All other options as in `attention`.
 
@@ -282,6 +302,8 @@ def plan(
         chosen = planner.choose_on(device, call.problem, backend, threads)
     if grads:
         chosen = replace(chosen, backward=autograd.plan(call.problem, grads, backend, options, device))
+    if call.requested is not None:
+        chosen = replace(chosen, statistics=planner.statistics(call.problem, backend)[0])
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 
@@ -358,13 +380,17 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         autograd.needed({**dict(zip("qkv", args, strict=False)), **options})
         or differentiation.any_tangent((*args[:3], *options.values()))
     )
+    if (as_operator or needs_grad) and options.get("k_shared") is not None:  # only some kernels take it beside k
+        args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
+    if any(options.get(option) is not None for option in STATISTICS):
+        from . import statistics  # few calls need it
+
+        return statistics.call(name, args, options, "operator" if as_operator else "gradients" if needs_grad else "")
     if as_operator or needs_grad:
-        if options.get("k_shared") is not None:  # only some kernels take it beside k; operators and gradients do not
-            args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
         if needs_grad:
             return differentiation.call(name, args, options)
         if not traced and meta.is_meta(args[0]):
-            _check_meta(name, check, args, options)
+            check_meta(name, check, args, options)
         return ops.call(name, args, options)
 
     call = check(*args, Options(**options))
@@ -391,7 +417,7 @@ def _with_bound_mods(options: dict[str, Any], q: Any) -> dict[str, Any]:
     return options if bound is None else options | {"score_mod": bound}
 
 
-def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Checks a call over meta tensors as far as shapes and dtypes allow, without a device."""
     longest = ["max_k"] * (name == "varlen_attention")
     if name == "varlen_attention" or options.get("cu_seqlens_q") is not None:

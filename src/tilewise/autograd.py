@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # The entry points that have gradients, and the tables that they take after q, k and v
 TABLES: dict[str, tuple[str, ...]] = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
-FORWARD_ONLY = ("return_lse", "out", "split_size", "k_shared")  # options that a backward pass does not have
+# Options that a backward pass does not have
+FORWARD_ONLY = ("return_lse", "return_aux", "out", "split_size", "k_shared")
 
 
 class AttentionGradients(NamedTuple):

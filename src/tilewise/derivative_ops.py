@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import autograd, differentiation
-from .core.problem import CAPTURED, GRADS
+from . import differentiation
+from .core.problem import CAPTURED, GRADS, SMOOTH_STATISTICS
 from .differentiation import CallOptions
 from .ops import CAPTURES, FLOAT_OPTIONS, RULES, as_arguments, as_operator_options, define, differentiate
 
+MAYBE = ("dlse", *(f"d{name}" for name in SMOOTH_STATISTICS))  # of these tensors, any may be None
 BACKWARD_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *FLOAT_OPTIONS)
 
 
@@ -24,6 +25,8 @@ class Derivative(NamedTuple):
     name: str
     given: tuple[str, ...]
     asked: tuple[str, ...]
+    options: tuple[str, ...] = BACKWARD_OPTIONS  # those that are tensors
+    sizes: str = ""  # arguments that only it has
 
 
 # By the names of the functions in `autograd.py`.
@@ -35,9 +38,16 @@ DERIVATIVES = {
         ("out", "lse", "dout", "dlse", "moved_out", "moved_lse"),
         ("tangents", "moved", "grads"),
     ),
+    "statistics_gradients": Derivative(
+        "attention_statistics_backward",
+        ("lse", *MAYBE[1:]),
+        ("grads",),
+        (*BACKWARD_OPTIONS, "weight_indices"),
+        ", SymInt? key_mass_queries=None",
+    ),
 }
 # What each of these operators takes before the star, in order.
-ARGUMENTS = {name: ("q", "k", "v", *given, *BACKWARD_OPTIONS, *asked) for name, given, asked in DERIVATIVES.values()}
+ARGUMENTS = {x.name: ("q", "k", "v", *x.given, *x.options, *x.asked) for x in DERIVATIVES.values()}
 
 
 def traced_backward(tensors: tuple[Any, ...], grads: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
@@ -58,7 +68,7 @@ def derivative(which: str, o: CallOptions, *tensors: Any) -> tuple[torch.Tensor,
     count = len(o.tensor_names)
     options = as_operator_options(**o.with_tensors(rest[:count]) | {"tile_map": None})  # the result is the same without
     arguments = dict(zip(own, given, strict=True))
-    arguments |= {name: options.pop(name, None) for name in BACKWARD_OPTIONS}
+    arguments |= {name: options.pop(name, None) for name in DERIVATIVES[which].options}
     names = [name for name in (*GRADS, *CAPTURES) if name in o.grads]
     arguments |= {"tangents": list(rest[count:]), "moved": ",".join(o.moved), "grads": ",".join(names)}
     operator = getattr(torch.ops.tilewise, DERIVATIVES[which].name).default
@@ -92,17 +102,17 @@ def _tangent_shapes(
 
 
 def _define(which: str) -> None:
-    name, own, more = DERIVATIVES[which]
-    required = ", ".join(f"Tensor{'?' * (x == 'dlse')} {x}" for x in ("q", "k", "v", *own))
-    optional = ", ".join(f"Tensor? {x}" for x in BACKWARD_OPTIONS)
+    name, own, more, options, own_sizes = DERIVATIVES[which]
+    required = ", ".join(f"Tensor{'?' * (x in MAYBE)} {x}" for x in ("q", "k", "v", *own))
+    optional = ", ".join(f"Tensor? {x}" for x in options)
     asked = ", ".join(f"{'Tensor[]' if x == 'tangents' else 'str'} {x}" for x in more)
-    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
+    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True" + own_sizes
     result = "(Tensor, Tensor)" if which == "tangent" else "Tensor[]"
     schema = f"({required}, {optional}, {asked}, *, {sizes}, {RULES}) -> {result}"
     form = tuple if which == "tangent" else list
 
     def run(*args: Any, **options: Any) -> Any:
-        return form(getattr(autograd, which)(*_described(name, own, args, options)))
+        return form(differentiation.eager(which)(*_described(name, own, args, options)))
 
     def describe(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
         return which, _described(name, own, args, options)

@@ -33,7 +33,7 @@ from .core.private.torch import (
     single_level,
     transforms_active,
 )
-from .core.problem import CAPTURED, GRADS, captured_number
+from .core.problem import CAPTURED, GRADS, SMOOTH_STATISTICS, captured_number
 from .core.tracing import is_traced, is_wrapper
 from .errors import InvalidArgument, Unsupported
 from .quantised import Quantised
@@ -101,6 +101,16 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     q, k, v = (x if moving and has_tangent(x) else to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
     out, lse = _Attention.apply(CallOptions(options, tuple(tensors)), q, k, v, *tensors.values())
     return AttentionState(out, lse) if return_lse else out
+
+
+def statistics_of(name: str, args: tuple[Any, ...], lse: torch.Tensor, options: dict[str, Any]) -> Results:
+    """The statistics of a call so that torch can differentiate them: arguments as those of `statistics.run`."""
+    q, k, v, *tables = args
+    options = options | dict(zip(autograd.TABLES[name], tables, strict=True))
+    options, tensors = split(options)
+    q, k, v = (to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
+    found: Results = _Statistics.apply(CallOptions(options, tuple(tensors)), q, k, v, lse, *tensors.values())
+    return found
 
 
 def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -307,6 +317,56 @@ class _SecondOrder(torch.autograd.Function):
         raise not_served("third derivatives", "two")
 
 
+class _Statistics(torch.autograd.Function):
+    """The statistics of `q, k, v, lse` and the call's tensors; `lse` gets no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, o: CallOptions, *tensors: Any) -> Results:
+        found = _run("statistics", o, *tensors)
+        ctx.names = tuple(name for name in o.options["return_aux"] if name != "lse")
+        for name, x in zip(ctx.names, found, strict=True):
+            if name == "max_logits":
+                ctx.mark_non_differentiable(x)
+        ctx.o = o if o.below is None else o._replace(below=None)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[Any, ...]:
+        needed = list(ctx.needs_input_grad[1:])
+        q, k, v, lse, *tensors = ctx.saved_tensors
+        by_name = dict(zip(ctx.names, incoming, strict=True))
+        given = [by_name.get(name) for name in SMOOTH_STATISTICS]
+        _refuse_batches(*given)
+        o = _derived(ctx.o, (*needed[:2], False, *needed[4:]))
+        if not o.grads or all(x is None for x in given):
+            return (None,) * (1 + len(needed))
+        found = _apply("statistics_gradients", o, q, k, v, lse, *given, *tensors)
+        dq, dk, _, *others = _in_places(o, found)
+        return (None, dq, dk, None, None, *others)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise not_served("forward-mode derivatives of statistics", "their gradients")
+
+
+class _StatisticsGradients(torch.autograd.Function):
+    """`o.grads` of `q, k, v, lse`, the gradients by statistics, and the call's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, o: CallOptions, *tensors: Any) -> Results:
+        return _run("statistics_gradients", o, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise not_served("second derivatives of statistics", "their gradients")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise not_served("second derivatives of statistics", "their gradients")
+
+
 def not_served(what: str, instead: str) -> Unsupported:
     return Unsupported("any", f"there are no {what}", f"take {instead}, or torch's own attention (its math backend)")
 
@@ -319,8 +379,16 @@ def _run(which: str, o: CallOptions, *tensors: Any) -> Results:
         from . import derivative_ops  # it imports this module
 
         return derivative_ops.derivative(which, o, *tensors)
-    run: Callable[..., Results] = getattr(autograd, which)
-    return run(o, *tensors)
+    return eager(which)(o, *tensors)
+
+
+def eager(which: str) -> Callable[..., Results]:
+    """The function that computes one of FUNCTIONS without being traced."""
+    if which.startswith("statistics"):
+        from . import statistics  # few processes need it
+
+        return getattr(statistics, which)
+    return getattr(autograd, which)
 
 
 def _is_operator(q: Any) -> bool:
@@ -333,13 +401,15 @@ FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     "gradients": _Gradients,
     "tangent": _Tangent,
     "second_order": _SecondOrder,
+    "statistics": _Statistics,
+    "statistics_gradients": _StatisticsGradients,
 }
 
 
 def _apply(which: str, o: CallOptions, *tensors: Any) -> Results:
     if _is_operator(tensors[0]):  # which applies the function by itself
         return _run(which, o, *tensors)
-    function = FUNCTIONS[which].apply if torch.is_grad_enabled() or in_forward_mode() else getattr(autograd, which)
+    function = FUNCTIONS[which].apply if torch.is_grad_enabled() or in_forward_mode() else eager(which)
     found: Results = function(o, *tensors)
     return found
 

@@ -125,12 +125,9 @@ def traced(
     **options: Any,
 ) -> Any:
     """Calls the operator of an entry point over torch tensors."""
-    options = as_operator_options(**options)
+    k, v, stored = stored_parts(k, v)
+    options = as_operator_options(**options) | stored
     options["split_size"] = as_split_size(split_size)
-    if isinstance(k, Quantised):
-        options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
-    if isinstance(v, Quantised):
-        options["v_scales"], options["v_stored"], v = v.scales, f"{v.dtype}/{v.group}", v.data
     operators = torch.ops.tilewise
     if return_lse:
         result, lse = getattr(operators, f"{name}_lse").default(q, k, v, *tables, **options)
@@ -142,6 +139,22 @@ def traced(
             raise InvalidArgument("out", given, want)
         result = out.copy_(result)
     return result if lse is None else AttentionState(result, lse)
+
+
+def stored_parts(k: Any, v: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The data of K and V, and the options of an operator that say how they are stored."""
+    options: dict[str, Any] = {}
+    if isinstance(k, Quantised):
+        options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
+    if isinstance(v, Quantised):
+        options["v_scales"], options["v_stored"], v = v.scales, f"{v.dtype}/{v.group}", v.data
+    return k, v, options
+
+
+def restored(arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """The other way; takes them out of the arguments."""
+    k = _stored(arguments.pop("k"), arguments.pop("k_scales", None), arguments.pop("k_stored", None))
+    return k, _stored(arguments.pop("v"), arguments.pop("v_scales", None), arguments.pop("v_stored", None))
 
 
 def as_operator_options(
@@ -176,8 +189,7 @@ def _run(name: str, *tensors: Any, **options: Any) -> Any:
     if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch drops arguments with default values
         return _entry(name)(*tensors)
     arguments = as_arguments(NAMES[name], tensors, options)
-    k = _stored(arguments.pop("k"), arguments.pop("k_scales", None), arguments.pop("k_stored", None))
-    v = _stored(arguments.pop("v"), arguments.pop("v_scales", None), arguments.pop("v_stored", None))
+    k, v = restored(arguments)
     return _entry(name)(arguments.pop("q"), k, v, *(arguments.pop(table) for table in TABLES[name]), **arguments)
 
 
@@ -291,16 +303,16 @@ def differentiate(
 def _describe_call(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """An entry point that torch differentiates, by the arguments of its operator."""
     if name == "paged_attention":
-        raise _no_gradients("paged")
+        raise no_gradients("paged")
     arguments = as_arguments(NAMES[name], tensors, options)
     if arguments.pop("k_stored", None) is not None or arguments.pop("v_stored", None) is not None:
-        raise _no_gradients("quantised")
+        raise no_gradients("quantised")
     args = [arguments.pop(which) for which in "qkv"]
     others, own = differentiation.split(arguments)
     return name, (CallOptions(others, tuple(own)), *args, *own.values())
 
 
-def _no_gradients(what: str) -> InvalidArgument:
+def no_gradients(what: str) -> InvalidArgument:
     remedy = "call under torch.no_grad(), or detach"
     return InvalidArgument("q, k or v", "a tensor that requires grad", f"none: {what} keys have no gradients", remedy)
 

@@ -178,6 +178,25 @@ class _Weighted(torch.autograd.Function):
         return torch.where(visible, dout @ v.mT, 0.0), selected(probs.mT, dout, visible.mT), None
 
 
+def statistics(s: Scores, first_query: int = 0, indices: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The statistics of one sequence: `max_logits` and `entropy` `[H, Lq]`, `key_mass` `[H, Lk]` over the queries from
+    `first_query` on, and `weights` at `indices` `[H, Lq, n]`, 0 for those that are no key.
+    """
+    some = s.probs != 0
+    terms = torch.where(some, -s.probs * torch.where(some, s.probs, 1.0).log(), 0.0)
+    none = s.scores.new_full((*s.scores.shape[:2], 1), -torch.inf)
+    found = {
+        "max_logits": torch.cat([s.scores, none], -1).amax(-1),
+        "entropy": terms.sum(-1),
+        "key_mass": s.probs[:, first_query:].sum(1),
+    }
+    if indices is not None:
+        count = s.probs.shape[-1]
+        at = torch.where((indices >= 0) & (indices < count), indices.long(), count)
+        found["weights"] = torch.nn.functional.pad(s.probs, (0, 1)).gather(-1, at)
+    return found
+
+
 def reference(problem: Problem, tensors: Tensors, compute: torch.dtype = torch.float64) -> list[Scores]:
     """Attention of every sequence of a call."""
     return [attend(seq, compute) for seq in sequences(problem, tensors)]
@@ -237,6 +256,19 @@ def _differentiable(
     problem: Problem, tensors: Tensors, lse: bool, names: tuple[str, ...], compute: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, Any]]]:
     """The inputs as leaves by name, and the outputs of each sequence with where they stand in the call's."""
+    leaves, given = with_leaves(problem, tensors, names, compute)
+    outputs: list[tuple[torch.Tensor, Any]] = []
+    for seq in sequences(problem, given):
+        at = seq.row, slice(None), slice(seq.q_start, seq.q_start + seq.q_len)
+        result = attend(seq, compute)
+        outputs += [(result.out, at)] + [(result.lse, at)] * lse
+    return leaves, outputs
+
+
+def with_leaves(
+    problem: Problem, tensors: Tensors, names: tuple[str, ...], compute: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Tensors]:
+    """The inputs of these names as leaves, and a call's tensors with them."""
     held = {
         name: getattr(tensors, name) if (number := captured_number(name)) is None else tensors.captured[number]
         for name in names
@@ -248,9 +280,4 @@ def _differentiable(
     if "mask" in given:
         given["mask"] = given["mask"].expand(tensors.mask.shape)  # type: ignore[union-attr]
     captured = tuple(given.pop(f"{CAPTURED}{n}", x) for n, x in enumerate(tensors.captured))
-    outputs: list[tuple[torch.Tensor, Any]] = []
-    for seq in sequences(problem, replace(tensors, captured=captured, **given)):
-        at = seq.row, slice(None), slice(seq.q_start, seq.q_start + seq.q_len)
-        result = attend(seq, compute)
-        outputs += [(result.out, at)] + [(result.lse, at)] * lse
-    return leaves, outputs
+    return leaves, replace(tensors, captured=captured, **given)

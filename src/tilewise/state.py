@@ -26,6 +26,43 @@ class AttentionState(NamedTuple):
     lse: torch.Tensor
 
 
+class Aux(NamedTuple):
+    """What `return_aux` requests of a call, float32; None where it was not requested. See docs/statistics.md.
+
+    Args:
+        lse: `[B, H, Lq]` (in the layout of `out`, without its last dim): log-sum-exp of each row's scores.
+        max_logits: likewise: the largest visible score after all options; `-inf` where no key is visible.
+        entropy: likewise: `-sum p log p` of each row's weights over keys. A sink takes its share and adds no term.
+        key_mass: `[B, H, Lk]`: the sum of each key's weights over queries; of packed keys `[T, H]`.
+        weights: `[B, H, Lq, n]`: the weights at `weight_indices`; 0 for keys that the query does not see.
+    """
+
+    lse: torch.Tensor | None = None
+    max_logits: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    key_mass: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def map_result(
+    result: Any, out: Callable[[Any], Any], rows: Callable[[Any], Any], keys: Callable[[Any], Any] | None = None
+) -> Any:
+    """What an entry point returned, with functions applied to `out`, to what there is for each row, and to `key_mass`
+    (without one as for rows).
+    """
+    if isinstance(result, AttentionState):
+        return AttentionState(out(result.out), rows(result.lse))
+    if not isinstance(result, tuple):
+        return out(result)
+    found = {name: x for name, x in result[1]._asdict().items() if x is not None}
+    mapped = {name: (keys or rows)(x) if name == "key_mass" else rows(x) for name, x in found.items()}
+    return out(result[0]), Aux(**mapped)
+
+
 def merge(states: Sequence[AttentionState]) -> AttentionState:
     """Merges attention over disjoint sets of keys into attention over their union.
 

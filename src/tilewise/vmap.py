@@ -34,7 +34,8 @@ def batched(operator: Any, names: Sequence[str], info: Any, dims: Any, *args: An
     results, single = found
     if single:
         return results[0], 0
-    return (list(results), [0] * len(results)) if "grads" in given else (tuple(results), (0,) * len(results))
+    listed = "grads" in given or "statistics" in options
+    return (list(results), [0] * len(results)) if listed else (tuple(results), (0,) * len(results))
 
 
 def _one_by_one(operator: Any, count: int, args: Any, dims: Any, options: dict[str, Any]) -> tuple[Any, bool]:
@@ -55,7 +56,7 @@ def _as_batch(
     """One call over `count` times the batch; None if a tensor without a batch is mapped, or gets gradients."""
     grads, moved = ([x for x in given.get(y, "").split(",") if x] for y in ("grads", "moved"))
     tangents, their_dims = given.get("tangents", []), mapped.get("tangents", [])
-    if given.get("cu_seqlens_q") is not None:
+    if given.get("cu_seqlens_q") is not None or "statistics" in options or "dentropy" in given:
         return None
     own = {name for name, dim in mapped.items() if name not in ASKED and dim is not None}
     own |= {name for name, dim in zip(moved, their_dims, strict=True) if dim is not None} | set(grads)

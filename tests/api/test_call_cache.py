@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise import Aux, Quantised, TileMap, attention, paged_attention, varlen_attention
 from tilewise.core.signatures import NAMES
 from tilewise.dispatch import call_cache
 
@@ -102,6 +102,9 @@ OPTIONS = {
     "tile_map": [TileMap.from_mask(draw(6, 6) > 0, (4, 4)), "all", None],
     "split_size": [3, 3.0, True, np.int64(3), None],
     "return_lse": [True, 1, False, 0, None],
+    "return_aux": [("lse",), ("max_logits", "entropy"), ["key_mass"], (), "lse", ("none",), 1, None],
+    "key_mass_queries": [1, 2.0, None],
+    "weight_indices": [INDICES, None],
     "out": [torch.full((2, 6, 6, 16), 7.0), DENSE[0], torch.full((7, 6, 16), 7.0), None],
     "allow_tf32": [True, False, 0, None],
     "deterministic": [True, False, 0, None],
@@ -132,6 +135,8 @@ def outcome(entry, args, options):
     except Exception as error:
         return type(error).__name__, str(error)
     results = result if isinstance(result, tuple) else (result,)
+    if isinstance(results[-1], Aux):
+        results = (results[0], *(x for x in results[1] if x is not None))
     kinds = [(type(x).__name__, tuple(x.shape), str(x.dtype), str(getattr(x, "device", ""))) for x in results]
     return type(result).__name__, kinds, [bits(x) for x in results]
 

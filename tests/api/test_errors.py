@@ -217,11 +217,19 @@ DENSE = [
     ("page_table", {"page_table": ints(1)}, "tilewise.paged_attention takes pages: block_table"),
     ("cu_seqlens", {"cu_seqlens": ints(0, 5)}, "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and"),
     ("max_seqlen_q", {"max_seqlen_q": 5}, "tilewise.varlen_attention takes packed sequences: cu_seqlens_q and"),
-    ("return_attn_probs", {"return_attn_probs": True}, "did you mean return_lse? it returns AttentionState(out, lse)"),
-    ("output_attentions", {"output_attentions": True}, "the weights are never computed: leave it out"),
+    ("return_attn_probs", {"return_attn_probs": True}, "did you mean return_aux? it returns (out, Aux): max_logits"),
+    ("output_attentions", {"output_attentions": True}, "did you mean return_aux? it returns (out, Aux)"),
     ("bias", {"bias": randn(Lq, Lk)}, "did you mean mask? a float mask is added to the scores"),
     ("alibi", {"alibi": True}, "did you mean alibi_slopes? tilewise.alibi_slopes(H) makes them"),
     ("return_lse", {"return_lse": None}, "True or False"),
+    ("return_aux", {"return_aux": "entropy"}, "None or a tuple of names out of lse, max_logits, entropy, key_mass"),
+    ("return_aux", {"return_aux": ("lse", "maximum")}, "got 'maximum', expected names out of lse, max_logits"),
+    ("return_aux", {"return_aux": ("weights",)}, "weight_indices= says at which keys"),
+    ("return_lse", {"return_aux": ("lse",), "return_lse": True}, "True beside return_aux"),
+    ("key_mass_queries", {"key_mass_queries": 3}, "return_aux=('key_mass',) beside it"),
+    ("key_mass_queries", {"return_aux": ("key_mass",), "key_mass_queries": 0}, "how many of the last ones"),
+    ("weight_indices", {"weight_indices": ints(1)}, "return_aux=('weights',) beside it"),
+    ("weight_indices", {"return_aux": ("weights",), "weight_indices": ints(1)}, "n)"),
 ]
 
 VARLEN = [

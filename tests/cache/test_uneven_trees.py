@@ -120,7 +120,7 @@ def test_the_form_of_the_result(call):
     assert shared[0].equal(want[0])
     with pytest.raises(InvalidArgument, match="tree_mask: got shape"):
         call(tree_mask=TREE[:, :3, :3])
-    with pytest.raises(InvalidArgument, match="block_indices: got blocks beside a tree_mask and uneven counts"):
+    with pytest.raises(InvalidArgument, match="block_indices: got blocks of queries that not all sequences have"):
         call(tree_mask=TREE, block_indices=torch.zeros(B, 1, 1, dtype=torch.int32), block_size=8)
     with pytest.raises(InvalidArgument, match="q_bias: got shape"):
         call(tree_mask=TREE, q_bias=torch.zeros(B, HEADS, LQ + 1))

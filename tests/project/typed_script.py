@@ -7,7 +7,7 @@ import torch
 from typing_extensions import assert_type
 
 import tilewise
-from tilewise import AttentionState, KVCache, PagedKVCache, attention, paged_attention, varlen_attention
+from tilewise import AttentionState, Aux, KVCache, PagedKVCache, attention, paged_attention, varlen_attention
 from tilewise.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Tensor = torch.Tensor
@@ -21,6 +21,9 @@ def entry_points(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, lse: bool) -> None
     assert_type(attention(q, k, v, return_lse=True), AttentionState)
     assert_type(attention(q, k, v, return_lse=lse), Tensor | AttentionState)
     assert_type(attention(torch.nn.Parameter(q), k, v), Tensor)
+    assert_type(attention(q, k, v, return_aux=("entropy",), causal=True), tuple[Tensor, Aux])
+    assert_type(varlen_attention(q, k, v, cu, cu, return_aux=["lse"]), tuple[Tensor, Aux])
+    assert_type(paged_attention(q, k, v, cu, cu, return_aux=("key_mass",), key_mass_queries=8), tuple[Tensor, Aux])
     assert_type(varlen_attention(q, k, v, cu, cu, max_q=8), Tensor)
     assert_type(varlen_attention(q, k, v, cu, cu, return_lse=True), AttentionState)
     assert_type(paged_attention(q, k, v, cu, cu, cu_seqlens_q=cu), Tensor)
@@ -41,6 +44,8 @@ def caches(cache: KVCache, pages: PagedKVCache, q: Tensor, lse: bool) -> None:
     assert_type(cache.attend(q), Tensor)
     assert_type(cache.attend(q, counts=[1, 2], causal=False), Tensor)
     assert_type(cache.attend(q, return_lse=True), AttentionState)
+    assert_type(cache.attend(q, return_aux=("key_mass",)), tuple[Tensor, Aux])
+    assert_type(pages.attend([0, 1], q, return_aux=("key_mass",)), tuple[Tensor, Aux])
     assert_type(cache.attend(q, return_lse=lse), Tensor | AttentionState)
     assert_type(pages.attend([0, 1], q, layer=1), Tensor)
     assert_type(pages.attend([0, 1], q, return_lse=True), AttentionState)

@@ -40,8 +40,11 @@ OTHER_NAMES = {
     "max_seqlen_q": ("max_q",),
     "max_seqlen_k": ("max_k",),
     "return_softmax_lse": ("return_lse",),
-    "return_attn_probs": ("return_lse",),
-    "return_attn_weights": ("return_lse",),
+    "return_attn_probs": ("return_aux",),
+    "return_attn_weights": ("return_aux",),
+    "return_max_logits": ("return_aux",),
+    "output_attentions": ("return_aux",),
+    "need_weights": ("return_aux",),
     "tensor_layout": ("layout",),
     "dropout": ("dropout_p",),
     "num_splits": ("split_size",),
@@ -50,7 +53,8 @@ OTHER_NAMES = {
 EXPLAINED = {
     "window": "window=W means W keys with the query's own, a pair the keys on each side; None, not -1, means unlimited",
     "causal": "it aligns the last query with the last key; q_offset=0 aligns the first ones, as torch's is_causal does",
-    "return_lse": "it returns AttentionState(out, lse); the weights are never computed",
+    "return_lse": "it returns AttentionState(out, lse)",
+    "return_aux": "it returns (out, Aux): max_logits, entropy, key_mass, weights at weight_indices; all are never kept",
     "alibi_slopes": "tilewise.alibi_slopes(H) makes them",
     "mask": "a float mask is added to the scores; in a bool mask True means attend",
 }
@@ -66,8 +70,6 @@ ENTRY_POINTS = {
 NOT_NEEDED = {
     "enable_gqa": "leave it out: fewer heads in k and v than in q are enough",
     "deterministic": "leave it out: every result is deterministic",
-    "need_weights": "the weights are never computed: leave it out",
-    "output_attentions": "the weights are never computed: leave it out",
     "training": "leave it out",
     "block_mask": "mask_mod=block_mask.mask_mod takes its function; causal=, window=, chunk= and mask= hide keys too",
 }

@@ -50,6 +50,9 @@ class RuleOptions(TypedDict, total=False):
     chunk: int | None
 
 
+STATISTICS = ("return_aux", "key_mass_queries", "weight_indices")  # options that request statistics
+
+
 @dataclass(slots=True)
 class Options:
     """The options of all entry points, unchecked. `signatures.py` says which entry point has which."""
@@ -87,6 +90,9 @@ class Options:
     tile_map: Any = None
     split_size: Any = None
     return_lse: Any = False
+    return_aux: Any = None
+    key_mass_queries: Any = None
+    weight_indices: Any = None
     out: Any = None
     allow_tf32: Any = False
     deterministic: Any = True

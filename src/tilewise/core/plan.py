@@ -72,6 +72,7 @@ class Plan:
     passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason), best first
     cost: Cost | None = None
     backward: Plan | None = None  # of a call whose inputs require grad
+    statistics: Plan | None = None  # of what `return_aux` requests
     detail: Any = field(default=None, compare=False, repr=False)  # the backend's own data for its launches
 
     def summary(self) -> str:
@@ -127,6 +128,8 @@ class Plan:
         lines += [f"  copied     {copy}" for copy in p.copies]
         lines += [f"  note       {note}" for note in self.notes]
         lines += self._not_taken("not", every_backend)
+        if (s := self.statistics) is not None:
+            lines.append(f"  statistics {s.backend}, {s.kernel}, tile {s.tile[0]} x {s.tile[1]}")
         if (b := self.backward) is not None:
             lines += [
                 f"  backward   {b.backend}, {b.kernel}, tile {b.tile[0]} x {b.tile[1]}, "

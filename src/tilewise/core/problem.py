@@ -27,6 +27,8 @@ MAX_HEAD_DIM = 576
 # "captured0" and so on, by their numbers.
 GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
 CAPTURED = "captured"
+# The statistics that have a gradient. `max_logits` has none: it is for limits, not for losses.
+SMOOTH_STATISTICS = ("entropy", "key_mass", "weights")
 
 
 def captured_number(name: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence  # noqa: F401  (in a signature)
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -46,6 +46,8 @@ class SharedOptions(RuleOptions, total=False):
     dropout_seed: Array | int | None
     tile_map: TileMap | None
     split_size: int | None
+    key_mass_queries: int | None
+    weight_indices: Array | None
     out: Array | None
     allow_tf32: bool
     validate: bool | None
@@ -100,11 +102,11 @@ class PagedCacheOptions(BatchOptions, total=False):
 def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
     """Decorator: gives a function of `**options` a signature that names them, with the defaults of `Options`.
 
-    `lse`: it has `return_lse` too, which is not in the types because the overloads differ in it.
+    `lse`: it has `return_lse` and `return_aux` too, which are not in the types because the overloads differ in them.
     """
     types = {name: getattr(x, "__forward_arg__", x) for name, x in options.__annotations__.items()}
     if lse:
-        types["return_lse"] = "bool"
+        types |= {"return_lse": "bool", "return_aux": "Sequence[str] | None"}
 
     def show(function: Function) -> Function:
         found = inspect.signature(function)

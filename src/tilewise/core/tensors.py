@@ -98,6 +98,40 @@ class TangentTensors:
     lse: torch.Tensor  # as lse
 
 
+@dataclass(slots=True)
+class Statistics:
+    """What `return_aux` requests, float32 and to be written; None where it was not requested."""
+
+    max_logits: torch.Tensor | None = None  # as lse
+    entropy: torch.Tensor | None = None  # as lse
+    key_mass: torch.Tensor | None = None  # [B, H, Lk] or, of packed keys, [1, H, T]; of pages all that a row may hold
+    weights: torch.Tensor | None = None  # as out, with n columns
+    indices: torch.Tensor | None = None  # int32 [B, H, Lq, n], the keys of `weights`; stride 0 where heads share them
+    queries: int = 0  # of each sequence, the last ones, whose weights are summed in `key_mass`; 0: all
+
+    def clear(self) -> None:
+        """Writes the statistics of rows that see no key, and of keys that no row sees."""
+        for name in ("entropy", "key_mass", "weights"):
+            if (x := getattr(self, name)) is not None:
+                x.zero_()
+        if self.max_logits is not None:
+            self.max_logits.fill_(-torch.inf)
+
+    def of(self, seq: Sequence) -> Statistics:
+        """Those of one sequence, `[H, Lq]`, `[H, kv_len]` and `[H, Lq, n]`."""
+        rows = seq.row, slice(None), slice(seq.q_start, seq.q_start + seq.q_len)
+        keys = 0 if seq.problem.form == "varlen" else seq.b, slice(None), slice(seq.kv_start, seq.kv_start + seq.kv_len)
+        found = Statistics(queries=self.queries)
+        for name in ("max_logits", "entropy", "key_mass", "weights", "indices"):
+            if (x := getattr(self, name)) is not None:
+                setattr(found, name, x[keys if name == "key_mass" else rows])
+        return found
+
+    def first_query(self, seq: Sequence) -> int:
+        """The first query of a sequence that counts for `key_mass`."""
+        return max(0, seq.q_len - self.queries) if self.queries else 0
+
+
 def as_fields(gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Gradients by their names in `Problem.grads` as fields of `BackwardTensors`."""
     numbers = {captured_number(name): x for name, x in gradients.items()}

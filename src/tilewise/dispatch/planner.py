@@ -19,6 +19,8 @@ A backend is a module of `tilewise.backends` with the functions of `Backend`. It
 - `supports_write(problem)` and `writer(k, v, wrap)`: stores new rows of K and V in caches.
 - `supports_backward`, `plan_backward` and `run_backward`: a backward pass, as in `Backward`; with them perhaps
   `declines_backward(problem)`.
+- `plan_statistics(problem)`, `run_statistics(plan, tensors, statistics)` and `run_statistics_gradients(plan,
+  backward_tensors, statistics)`: what `return_aux` requests, in a pass of its own that reads `lse`, and its gradients.
 - `plan_derivatives(problem)`, `run_tangent(plan, tensors, tangents)` and `run_second_order(plan, backward_tensors,
   tangents)`: forward mode, and the gradients of that, in which double backward consists.
 """
@@ -291,10 +293,24 @@ def derivatives(problem: Problem, function: str) -> tuple[Plan, Callable[..., No
     """The plan of a derivative that only some backends have, by the first that does, and its function: `run_tangent`
     or `run_second_order`.
     """
-    for name in BACKENDS:
+    return _by_first_with(function, "plan_derivatives", problem, None)
+
+
+def statistics(
+    problem: Problem, backend: str | None, function: str = "run_statistics"
+) -> tuple[Plan, Callable[..., None]]:
+    """The plan of a call's statistics or of their gradients, by the call's backend if that has them, else by the best,
+    and its function.
+    """
+    check_name(backend)
+    return _by_first_with(function, "plan_statistics", problem, backend)
+
+
+def _by_first_with(function: str, plan: str, problem: Problem, first: str | None) -> tuple[Plan, Callable[..., None]]:
+    for name in BACKENDS if first is None else (first, *BACKENDS):
         if (run := optional(name, function)) is not None:
-            return cast(Any, load(name)).plan_derivatives(problem), run
-    raise Unsupported("any", f"none has {function}", "leave out the derivative")
+            return getattr(load(name), plan)(problem), run
+    raise Unsupported("any", f"none has {function}", "leave it out")
 
 
 @cache

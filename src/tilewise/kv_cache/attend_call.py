@@ -10,7 +10,7 @@ import torch
 from ..core.arrays import returner, to_tensor, to_write
 from ..core.options import PLACES, is_int
 from ..errors import InvalidArgument
-from ..state import AttentionState
+from ..state import map_result
 from . import hadamard
 
 # Options of the caller with values that `validate` checks
@@ -38,6 +38,13 @@ def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
     for name, remedy in names.items():
         if options.get(name) is not None:
             raise InvalidArgument(name, "an option of attend", "none: the cache sets it", remedy)
+
+
+def needs_packed(options: dict[str, Any]) -> bool:
+    """Whether queries that not all sequences have must be left out of the call: a tree would count them, and so would
+    `key_mass`.
+    """
+    return options.get("tree_mask") is not None or "key_mass" in (options.get("return_aux") or ())
 
 
 def check_width(options: dict[str, Any], least: int, most: int | None = None) -> int | None:
@@ -79,11 +86,12 @@ def _attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, A
         return call(q, **options)
     back, out = returner(q), options.pop("out", None)
     result = call(hadamard.rotate(to_tensor("q", q)), **options)
-    state = isinstance(result, AttentionState)
-    x = hadamard.rotate_back(result.out if state else result)
-    if out is not None:
-        x = copy_to_out(out, x)
-    return AttentionState(back(x), back(result.lse)) if state else back(x)
+
+    def rotated(x: torch.Tensor) -> Any:
+        x = hadamard.rotate_back(x)
+        return back(x if out is None else copy_to_out(out, x))
+
+    return map_result(result, rotated, back)
 
 
 def copy_to_out(out: Any, x: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,20 @@ from ..core.problem import CascadeProblem
 from ..dispatch import planner
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .attend_call import attend, check_width, is_seq_major, refuse
+from .attend_call import attend, check_width, is_seq_major, needs_packed, refuse
 from .cascade import AGAINST, Group, Split, run, shared
 from .formats import flag, token_bytes
 from .uneven import attend_packed
 from .upload import pieces
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
     from ..core.options import Array
     from ..core.signatures import BatchOptions, Kind
-    from ..state import AttentionState
+    from ..state import AttentionState, Aux
     from .block_manager import Growth
     from .paged import PagedKVCache
 
@@ -145,6 +147,10 @@ class Batch:
         self, q: Kind, layer: int = 0, *, return_lse: bool, **options: Unpack[BatchOptions]
     ) -> Kind | AttentionState: ...
     @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_aux: Sequence[str], **options: Unpack[BatchOptions]
+    ) -> tuple[Kind, Aux]: ...
+    @overload
     def attend(self, q: Array, layer: int = 0, *, return_lse: bool = False, **options: Unpack[BatchOptions]) -> Any: ...
     def attend(
         self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any
@@ -185,7 +191,7 @@ class Batch:
 
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.longest}
-            elif not even and options.get("tree_mask") is not None:
+            elif not even and needs_packed(options):
                 return attend_packed(q, self.cu_seqlens, over_pages, options)
             elif not even and options.get("q_offset") is None:
                 options["q_offset"] = self._starts

@@ -31,6 +31,7 @@ AGAINST = (
     *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths", "places")),
     *PLACES,
     *(
+        "return_aux",
         "mask",
         "score_mod",
         "mask_mod",

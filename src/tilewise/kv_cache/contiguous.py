@@ -16,9 +16,9 @@ from ..core.dropout import with_seed
 from ..core.eager import eager
 from ..core.kv_store import WriteSlots
 from ..errors import CacheFull, InvalidArgument
-from ..state import AttentionState, merge
+from ..state import AttentionState, Aux, map_result, merge, same
 from . import checks, copies, hadamard, ring
-from .attend_call import attend, check_width, copy_to_out, is_seq_major, refuse, rounded
+from .attend_call import attend, check_width, copy_to_out, is_seq_major, needs_packed, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows
@@ -28,6 +28,8 @@ from .uneven import attend_packed
 from .upload import upload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
     from ..core.options import Array
@@ -166,6 +168,8 @@ class KVCache:
     @overload
     def attend(self, q: Kind, *, return_lse: bool, **options: Unpack[CacheOptions]) -> Kind | AttentionState: ...
     @overload
+    def attend(self, q: Kind, *, return_aux: Sequence[str], **options: Unpack[CacheOptions]) -> tuple[Kind, Aux]: ...
+    @overload
     def attend(self, q: Array, *, return_lse: bool = False, **options: Unpack[CacheOptions]) -> Any: ...
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
         """Attention of each row's queries over its tokens. The queries are at the last positions: append first.
@@ -193,10 +197,15 @@ class KVCache:
         call: Any = self._attend_ring if self.ring and self.store.first.any() else self._attend
         own: dict[str, Any] = {}
         if new is not None and (new < q_rows).any():
-            if options.get("tree_mask") is not None:
+            if needs_packed(options):
                 return attend(q, lambda q, **options: self._attend_packed(q, new, options), self.rotate, options)
             own["q_offset"] = torch.from_numpy(self.store.length - new).to(self.device)
         return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options | own), self.rotate, options)
+
+    def _of_longest(self, result: Any, seq_major: bool) -> Any:
+        """The result of a call over more slots than the longest row has, without `key_mass` for the others."""
+        longest = int(self.store.length.max(initial=0))
+        return map_result(result, same, same, lambda x: x[:, :longest] if seq_major else x[..., :longest])
 
     def truncate(self, row: int, length: int) -> None:
         """Shortens a row to `length` tokens, for example to drop rejected draft tokens."""
@@ -272,7 +281,8 @@ class KVCache:
 
     def _attend(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
         slots = self._slots(options)
-        return attention(q, *self.store.operands(slots, seq_major), kv_lengths=self.store.on_device, **options)
+        result = attention(q, *self.store.operands(slots, seq_major), kv_lengths=self.store.on_device, **options)
+        return result if "return_aux" not in options else self._of_longest(result, seq_major)
 
     def _attend_packed(self, q: Any, counts: np.ndarray, options: dict[str, Any]) -> Any:
         """Over rows that are pages, each sequence's only one: such a call takes packed queries."""
@@ -283,7 +293,8 @@ class KVCache:
         def call(q: torch.Tensor, **options: Any) -> Any:
             return paged_attention(q, *pages, first[:, None], self.store.on_device, **options)
 
-        return attend_packed(q, cu, call, options)
+        seq_major = is_seq_major(options)
+        return self._of_longest(attend_packed(q, cu, call, options), seq_major)
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
         first, length = self.store.first.astype(np.int64), self.store.length.astype(np.int64)
@@ -298,6 +309,7 @@ class KVCache:
             operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
             return attention(q, *operands, kv_lengths=kv_lengths, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
+        aux = options.pop("return_aux", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         back, q = returner(q), to_tensor("q", q)
         states = []
@@ -317,4 +329,6 @@ class KVCache:
         state = states[0] if len(states) == 1 else merge(states)
         if out is not None:
             state = AttentionState(copy_to_out(out, state.out), state.lse)
+        if aux is not None:
+            return back(state.out), Aux(lse=back(state.lse)) if aux else Aux()
         return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..core.options import Array
     from ..core.signatures import Kind, PagedCacheOptions
-    from ..state import AttentionState
+    from ..state import AttentionState, Aux
 
     Ids = int | Sequence[int]
 
@@ -282,6 +282,10 @@ class PagedKVCache:
     def attend(
         self, sequences: Ids, q: Kind, *, return_lse: bool, **options: Unpack[PagedCacheOptions]
     ) -> Kind | AttentionState: ...
+    @overload
+    def attend(
+        self, sequences: Ids, q: Kind, *, return_aux: Sequence[str], **options: Unpack[PagedCacheOptions]
+    ) -> tuple[Kind, Aux]: ...
     @overload
     def attend(
         self, sequences: Ids, q: Array, *, return_lse: bool = False, **options: Unpack[PagedCacheOptions]

@@ -20,18 +20,20 @@ from ..core.private.torch import mark_static
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .attend_call import attend, refuse
+from .attend_call import attend, needs_packed, refuse
 from .batch import Batch
 from .formats import operand
 from .uneven import attend_packed
 from .upload import blocks, pieces
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
     from ..core.options import Array
     from ..core.signatures import Kind, PagedOptions
-    from ..state import AttentionState
+    from ..state import AttentionState, Aux
     from .paged import PagedKVCache
 
 
@@ -147,6 +149,10 @@ class StaticBatch:
         self, q: Kind, layer: int = 0, *, return_lse: bool, **options: Unpack[PagedOptions]
     ) -> Kind | AttentionState: ...
     @overload
+    def attend(
+        self, q: Kind, layer: int = 0, *, return_aux: Sequence[str], **options: Unpack[PagedOptions]
+    ) -> tuple[Kind, Aux]: ...
+    @overload
     def attend(self, q: Array, layer: int = 0, *, return_lse: bool = False, **options: Unpack[PagedOptions]) -> Any: ...
     def attend(self, q: Any, layer: int = 0, *, causal: bool = True, **options: Any) -> Any:
         """Attention of the new tokens' queries over their sequences.
@@ -175,7 +181,7 @@ class StaticBatch:
 
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.count}
-            elif self.count > 1 and options.get("tree_mask") is not None:  # sequences may have fewer queries
+            elif self.count > 1 and needs_packed(options):  # sequences may have fewer queries
                 return attend_packed(q, self.cu_seqlens, over_pages, options)
             elif self.count > 1 and options.get("q_offset") is None:
                 options["q_offset"] = self.starts

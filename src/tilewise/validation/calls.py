@@ -7,7 +7,7 @@ lengths, offsets and tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
     PLACES,
+    STATISTICS,
     Options,
     as_block_size,
     as_dropout_p,
@@ -44,6 +45,9 @@ from .function_checks import check_loads
 from .memory import is_aligned, is_large, is_v_in_k
 from .tile_checks import as_tile_map, check_map_of_mod, check_tile_map
 
+if TYPE_CHECKING:
+    from .statistics import Requested
+
 
 @dataclass(slots=True)
 class Call:
@@ -53,6 +57,7 @@ class Call:
     tensors: Tensors
     out: torch.Tensor
     lse: torch.Tensor | None
+    requested: Requested | None = None  # statistics, by `return_aux`
 
 
 def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
@@ -127,6 +132,7 @@ def _checked(
     _check_keys(c, form, ck, cv, t, o, q_len, kv_len)
     t.tile_map = as_tile_map(o.tile_map, c.q.shape[1], t.k.shape[1])
     places = _positions_of_rows(c, t, o, batch)
+    capacity = kv_len if form == "paged" else t.k.shape[2]
     mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
@@ -184,7 +190,12 @@ def _checked(
         copies=tuple(c.copies),
     )
     _check_values(problem, t, o, places)
-    return Call(problem, t, out, lse)
+    requested = None
+    if any(getattr(o, name) is not None for name in STATISTICS):
+        from . import statistics  # few calls need it
+
+        requested = statistics.requested(c, form, t, o, out, capacity)
+    return Call(problem, t, out, lse, requested)
 
 
 def _check_keys(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...core.plan import Plan
 from ...core.problem import Problem
-from ...core.tensors import BackwardTensors, Tensors, sequences
-from ...reference import attend, gradients
+from ...core.tensors import BackwardTensors, Statistics, Tensors, sequences
+from ...reference import attend, gradients, statistics
 
 
 def takes_shared(problem: Problem) -> bool:
@@ -40,7 +40,16 @@ def run(plan: Plan, tensors: Tensors) -> None:
             seq.lse.copy_(result.lse)
 
 
-supports_backward, plan_backward = supports, plan
+def run_statistics(plan: Plan, tensors: Tensors, wanted: Statistics) -> None:
+    wanted.clear()
+    for seq in sequences(plan.problem, tensors):
+        own = wanted.of(seq)
+        for name, x in statistics(attend(seq), own.first_query(seq), own.indices).items():
+            if (to := getattr(own, name)) is not None:
+                to.copy_(x)
+
+
+supports_backward, plan_backward, plan_statistics = supports, plan, plan
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:

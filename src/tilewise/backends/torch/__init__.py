@@ -17,11 +17,13 @@ from .backward import run_backward as run_backward
 from .backward import supports_backward as supports_backward
 from .kv_write import Append
 from .second_order import run_second_order as run_second_order
+from .statistics import plan_statistics as plan_statistics
+from .statistics import run_statistics as run_statistics
+from .statistics_gradients import run_statistics_gradients as run_statistics_gradients
 from .tangents import plan_derivatives as plan_derivatives
 from .tangents import run_tangent as run_tangent
-from .tiles import adjust, no_autocast, tile_states, tiles_of_keys, weighted_sum, work_dtype
+from .tiles import adjust, no_autocast, products, tile_states, tiles_of_keys, weighted_sum, work_dtype
 
-FEW_ROWS, PART = 16, 32
 DOWNSCALE = 2.0**-32  # of weights, if the sum of large values overflows where their mean does not
 
 
@@ -73,14 +75,6 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     seq.out[:, rows] = out.to(seq.problem.q_dtype)
     if seq.lse is not None:
         seq.lse[:, rows] = lse.to(seq.lse.dtype)
-
-
-def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q k^T. BLAS sums few rows term by term; summing parts of D and adding them up rounds less."""
-    if q.shape[-2] > FEW_ROWS:
-        return q @ k.mT
-    parts = zip(q.split(PART, -1), k.split(PART, -1), strict=True)
-    return torch.stack([a @ b.mT for a, b in parts]).sum(0)
 
 
 def _normalised(

@@ -151,13 +151,12 @@ class _Rows:
         fading = 1 - torch.tanh(s / p.softcap).square() if p.softcap else None
         given, visible = with_biases(seq, s, rows, cols, masked, not inside, chosen)
         s, visible = with_mods(seq, given, visible, rows, cols)
-        probs = torch.where(live if visible is None else visible & live, (s - self.lse[:, rows, None]).exp(), 0.0)
+        probs = torch.where(live if visible is None else visible & live, self.weights(s, rows), 0.0)
         if b.dv is not None:
             dv += grouped(seq.dropped(probs, rows, cols)).mT @ dout
         if set(p.grads) <= {"v", "sinks"}:
             return
-        dp = seq.dropped((dout @ v.mT).view(p.heads, n, -1), rows, cols)
-        ds = probs * (dp - self.delta[:, rows, None])
+        ds = probs * (self.by_weights(rows, cols, s, probs, dout, v) - self.delta[:, rows, None])
         ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may be NaN under a hidden cell
         if p.mods is not None and p.mods.score is not None:
             ds = self.through_score_mod(ds, given, visible, rows, cols)
@@ -168,6 +167,16 @@ class _Rows:
             dk += grouped(ds).mT @ _finite(q, visible)
         if b.dq is not None:
             self.dq[:, rows] += (grouped(ds) @ _finite(k, visible)).view(p.heads, n, -1)
+
+    def weights(self, s: torch.Tensor, rows: slice) -> torch.Tensor:
+        """P of visible cells `[H, BQ, BK]`."""
+        return (s - self.lse[:, rows, None]).exp()
+
+    def by_weights(
+        self, rows: slice, cols: slice, s: torch.Tensor, probs: torch.Tensor, dout: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradients by the weights of these cells `[H, BQ, BK]`."""
+        return self.seq.dropped((dout @ v.mT).view(s.shape), rows, cols)
 
     def through_score_mod(
         self, ds: torch.Tensor, s: torch.Tensor, visible: torch.Tensor | None, rows: slice, cols: slice

@@ -15,6 +15,7 @@ from ...core.tensors import Sequence, Tensors
 from ...core.tile_map import FULL, MIXED, SKIP, TileMap
 
 FEW = 16  # query rows of a head
+FEW_ROWS, PART = 16, 32
 
 
 def work_dtype(seq: Sequence) -> torch.dtype:
@@ -34,6 +35,14 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q k^T. BLAS sums few rows term by term; summing parts of D and adding them up rounds less."""
+    if q.shape[-2] > FEW_ROWS:
+        return q @ k.mT
+    parts = zip(q.split(PART, -1), k.split(PART, -1), strict=True)
+    return torch.stack([a @ b.mT for a, b in parts]).sum(0)
 
 
 def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
