@@ -67,6 +67,7 @@ def tensors_of(p: Problem) -> Tensors:
         own = [1 if free else n for n, free in zip(sizes, p.mask.broadcast, strict=True)]
         t.mask = empty(*own, dtype=p.mask.dtype).expand(sizes)
     t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
+    t.dropout_seed = empty(1, dtype=torch.int64) if p.dropout_p else None
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
     t.tree_mask = empty(p.batch, p.q_len, p.q_len, dtype=torch.bool) if p.tree else None
     t.positions = empty(p.batch, p.q_len) if p.positions else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.dropout import kept_scale, threshold
 from ...core.mask_rules import RULE_NUMBERS, RuleFlags
 from ...core.problem import Problem
 
@@ -31,6 +32,10 @@ class Flags:
     k_bias: bool
     mods: Any  # the functions of the user as the backend compiles them; None: there are none
     sinks: bool
+    dropout: bool
+    dropout_least: int  # cells with this number or a larger one are kept
+    dropout_scale: float  # their weights are multiplied by it
+    dropout_by_block: bool  # eight keys at consecutive positions share a counter
     mask: str  # "", "bool" or "float"
     tree: bool
     positions: bool  # the nodes of the tree have positions
@@ -57,6 +62,10 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "k_bias": p.k_bias,
         "mods": None,
         "sinks": p.sinks,
+        "dropout": p.dropout_p > 0,
+        "dropout_least": threshold(p.dropout_p),
+        "dropout_scale": kept_scale(p.dropout_p),
+        "dropout_by_block": p.rules.flags.affine == "" and p.selection is None and tile_keys % 8 == 0,
         "mask": mask,
         "tree": p.tree,
         "positions": p.positions,

@@ -19,7 +19,7 @@ from ...core.problem import (
     WriteProblem,
     family_of,
     no_alibi_by_tree,
-    no_dropout,
+    no_dropout_by_tree,
     no_mods_by_tree,
     other_formats,
 )
@@ -36,7 +36,7 @@ KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_lat
 def supports(problem: Problem) -> str | None:
     wide = max(problem.head_dim, problem.value_dim)
     refused = _supports(problem) or no_alibi_by_tree(problem) or no_mods_by_tree(problem)
-    refused = refused or no_dropout(problem)
+    refused = refused or no_dropout_by_tree(problem)
     refused = refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
     return refused or coverage.refusal("triton", family(problem))
 

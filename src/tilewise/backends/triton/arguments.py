@@ -6,8 +6,9 @@ from __future__ import annotations
 TENSORS = {
     "Q": "q", "K": "k", "V": "v", "OUT": "out", "LSE": "lse", "K_SCALES": "k_scales", "V_SCALES": "v_scales",
     "MASK": "mask", "TREE": "tree_mask", "POSITIONS": "positions", "SLOPES": "alibi_slopes", "Q_BIAS": "q_bias",
-    "K_BIAS": "k_bias", "SINKS": "sinks", "PLACES": "places", "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths",
-    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
+    "K_BIAS": "k_bias", "SINKS": "sinks", "SEED": "dropout_seed", "PLACES": "places", "INDICES": "key_indices",
+    "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
+    "TABLE": "block_table",
 }  # fmt: skip
 WORKSPACES = ("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "LIST", "RANK", "ORDER")
 STRIDES = {  # the dims of each tensor whose strides are passed

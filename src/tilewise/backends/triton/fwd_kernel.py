@@ -24,6 +24,7 @@ import triton
 from ..gpu.mask_rules import key_span, query_position, sequence_numbers, tree_span
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
+from .dropout import seed_of
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
 from .kv_load import chosen_places, find_pages, queries_of, scales_in_row, values_of
 from .mainloop import step, unit_of_m
@@ -235,7 +236,8 @@ def fwd_kernel(a, S):
     if PACK > 1:
         heads = head[:, None]  # [BM, 1]
     user = (b, heads, a.captured)
-    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added, user)
+    drop = (seed_of(a.SEED, S), b, heads)
+    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added, user, drop)
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table, indices, a.chosen_keys)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     tree = row

@@ -16,6 +16,7 @@ import triton
 
 from ..gpu.mask_rules import key_position
 from .dequant import widened
+from .dropout import dropped, kept_cells
 from .kv_load import (
     chosen_rows,
     element_scales,
@@ -230,9 +231,9 @@ def step(
     """Adds key tile `t` to `state` = (m, l, acc, power, pages). MASKED: cells may be hidden; with a list of tiles, only
     if `mixed`. `power`: the unit of acc (`scale_folding.py`).
 
-    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one` takes, what
-    functions of the user take; `keys`, `values` = base, scales and strides. Only keys `lo .. hi`, those that any row
-    sees, are loaded. `pages`: prefetched page numbers of tile `t`. With key or block indices, a tile is a range of
+    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one`, functions of
+    the user and `kept_cells` take; `keys`, `values` = base, scales and strides. Only keys `lo .. hi`, those that any
+    row sees, are loaded. `pages`: prefetched page numbers of tile `t`. With key or block indices, a tile is a range of
     positions in these.
     """
     BM: tl.constexpr = S.BM
@@ -240,7 +241,7 @@ def step(
     m, l, acc, power, pages = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE, INDICES, count = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
-    row_lo, row_hi, qpos, slope, factor, bias, numbers, added, user = rows
+    row_lo, row_hi, qpos, slope, factor, bias, numbers, added, user, drop = rows
     n0 = t * BK
     if S.chosen > 0:
         n, ok, where = chosen_rows(n0, lo, hi, count, INDICES, TABLE, S)
@@ -311,8 +312,10 @@ def step(
         l = l * alpha + row_sum(p, BM, BK)
     v_rows = row_offsets(where, v_b, v_l, S.align, S)
     weights = p
+    if S.dropout:
+        weights = dropped(p, kept_cells(drop, n0, n, qpos, numbers, S), S)
     if S.folded:
-        weights = p * inverse[:, None]
+        weights = weights * inverse[:, None]
         alpha = alpha * change
     acc = add_values(acc, weights, alpha, visible, V, VS, v_rows, vs_rows, ok, scales, chunks, S, MASKED, CLEAN)
     return m_new, l, acc, power, pages

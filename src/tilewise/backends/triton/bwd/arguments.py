@@ -7,7 +7,7 @@ TENSORS = {
     "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "TREE": "tree_mask", "SLOPES": "alibi_slopes",
     "PLACES": "places", "Q_BIAS": "q_bias", "K_BIAS": "k_bias",
     "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "OUT": "out",
-    "SINKS": "sinks",
+    "SINKS": "sinks", "SEED": "dropout_seed",
 }  # fmt: skip
 GRADIENTS = {
     "DOUT": "dout", "DQ": "dq", "DK": "dk", "DV": "dv", "DMASK": "dmask", "DLSE": "dlse", "DSLOPES": "dalibi_slopes",

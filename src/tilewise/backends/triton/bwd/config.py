@@ -152,6 +152,7 @@ def spec(
         numbers = tuple(n for n, x in enumerate(p.mods.by_loads) if x in own_loads)
         flags |= {"mods": ModFunctions(p.mods, backward=True, loads=numbers), "linear": False}
     flags["tail"] |= diagonal
+    flags["dropout_by_block"] &= not diagonal  # its tiles begin at any key
     tail_q = p.packed_q or diagonal or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
         "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,

@@ -11,6 +11,7 @@ import triton
 
 from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
+from ..dropout import seed_of
 from .arguments import NAMES, SIZES
 from .captured import count_loads
 from .load import dout_of, load_rows, load_tile, mask_rows, q_of, row_biases, tree_rows
@@ -61,6 +62,7 @@ def distance_gradients(a, S):
     delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
     k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
     keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
+    seed = seed_of(a.SEED, S)
     acc = ()
     for _ in tl.static_range(count_loads(S)):
         acc = acc + (tl.zeros([BQ, BK], tl.float32),)
@@ -93,7 +95,8 @@ def distance_gradients(a, S):
                 biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
             tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - q_len)
             user = (b, head, a.captured)
-            given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k, user)
+            drop = (seed, b, head)
+            given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k, user, drop)
             upper = query_tile(n0, True, None, given, keys, rules, S)[4]
             lower = query_tile(n0 + BK, True, None, given, keys, rules, S)[4]
             acc = add_tile(acc, upper, lower, S)

@@ -6,6 +6,7 @@ import triton
 
 from ...gpu.mask_rules import query_position, query_span, sequence_numbers
 from ...gpu.signature import kernel_of
+from ..dropout import kept_cells, seed_of
 from ..epilogue import empty_acc, has_nonfinite
 from .arguments import NAMES, SIZES
 from .captured import add_terms, count_loads, empty_terms
@@ -33,7 +34,7 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     [BK, BQ].
     """
     dk, dv, sums, loads = state
-    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len, user = rows
+    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len, user, drop = rows
     BQ: tl.constexpr = S.BQ
     row = t * BQ + tl.arange(0, BQ)
     row_ok = row < q_len
@@ -55,9 +56,13 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         added = row_biases(QB, row, qb_l, row_ok, S)[None, :] + other[:, None]
     TREE, tree_q, own_keys = tree
     tree_at = tree_rows(TREE, 0, 0, row, tree_q, S)
+    qpos = query_position(offset, row, rules[3], S)
+    kept = ok
+    if S.dropout:
+        kept = tl.trans(kept_cells((drop[0], drop[2], drop[3]), drop[1], n, qpos, rules[3], S))
     p, dl, ds, terms = tile_gradients(
-        s, dp, mixed, bias, lse[None, :], delta[None, :], query_position(offset, row, rules[3], S)[None, :], n[:, None],
-        ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, user, rules, S,
+        s, dp, mixed, bias, lse[None, :], delta[None, :], qpos[None, :], n[:, None],
+        ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, user, kept, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)  # [BK, Dv]
@@ -132,6 +137,7 @@ def key_gradients(a, S):
     if S.dv:
         dv = empty_acc(dout_of(S), BK)
     state = (dk, dv, tl.zeros([BK], tl.float32), empty_terms(BK, S))
+    seed = seed_of(a.SEED, S)
     tree = (n, n, n)
     if S.tree:
         tree = (a.TREE + tl.cast(b, tl.int64) * a.tree_b, a.tree_q, n_keys - q_len)
@@ -160,7 +166,7 @@ def key_gradients(a, S):
             plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,
             plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
             row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, biases,
-            tree, offset, q_len, (b, head, a.captured),
+            tree, offset, q_len, (b, head, a.captured), (seed, n0, b, head),
         )  # fmt: skip
         if S.listed:
             tiles, first, last = listed_tiles(

@@ -6,6 +6,7 @@ import triton
 
 from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
+from ..dropout import seed_of
 from .arguments import NAMES, SIZES
 from .load import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, row_biases, tree_rows
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
@@ -43,6 +44,7 @@ def mask_gradients(a, S):
     cells = mask_rows(mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h, S), own_q * BQ, a.mask_q, S)
     bias = load_bias(cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
     # Sequences of the same size share one loop, in which loads are pipelined ahead of the products.
+    seed = seed_of(a.SEED, S)
     together = count_b
     if S.varlen or S.rules.lengths or S.rules.offset == "rows" or S.rules.affine == "rows":
         together = 1
@@ -101,7 +103,8 @@ def mask_gradients(a, S):
                     biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
                 tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - n_rows)
                 user = (b, head, a.captured)
-                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, tree, offset, a.mask_k, user)
+                drop = (seed, b, head)
+                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, tree, offset, a.mask_k, user, drop)
                 acc += query_tile(t * BK, True, bias, given, keys, rules, S)[2]
 
     row = own_row[:, None]

@@ -6,6 +6,7 @@ import triton
 
 from ...gpu.mask_rules import key_position, key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
+from ..dropout import seed_of
 from ..epilogue import empty_acc, has_nonfinite
 from ..kv_load import round_type
 from .arguments import NAMES, SIZES
@@ -21,7 +22,7 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
     are [BQ, BK].
     """
     dq, slopes, sums, loads = state
-    _, _, _, _, row, row_ok, _, _, _, _, offset, _, _ = rows
+    _, _, _, _, row, row_ok, _, _, _, _, offset, _, _, _ = rows
     k, n, dl, ds, terms = query_tile(t * S.BK, mixed, None, rows, keys, rules, S)
     if S.dmask == "cells":  # before the product, which is in flight while the next tile begins
         to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
@@ -120,7 +121,8 @@ def query_gradients(a, S):
             keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
         biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
     tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - q_len)
-    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k, (b, head, a.captured))
+    user, drop = (b, head, a.captured), (seed_of(a.SEED, S), b, head)
+    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k, user, drop)
     zeros = tl.zeros([BQ], tl.float32)
     state = (empty_acc(k_of(S), BQ), zeros, zeros, empty_terms(BQ, S))
     if S.listed:

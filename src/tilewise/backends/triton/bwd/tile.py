@@ -1,7 +1,7 @@
 """One tile of a backward pass: recomputes the weights of BQ queries over BK keys, and the gradients of their logits.
 
     p  = exp(logits - lse)
-    dl = p (dout v^T - delta)              of the logits, which additive masks and ALiBi slopes share
+    dl = p (dropout(dout v^T) - delta)     of the logits, which additive masks and ALiBi slopes share
     ds = dl (1 - tanh^2)                   of the scaled scores, under a softcap
 
 Tiles are [BQ, BK] for dQ and transposed, [BK, BQ], for dK and dV, so that in both the operand that is summed over is in
@@ -13,6 +13,7 @@ import triton.language as tl
 import triton
 
 from ...gpu.mask_rules import key_position, key_span, query_position
+from ..dropout import dropped, kept_cells
 from ..kv_load import first_of, precision_of, width_of, work_type
 from ..mask import tree_cells, visible_cells
 from ..mod_operations import differentiate_mods
@@ -141,15 +142,16 @@ def capped(s, scale, softcap, S: tl.constexpr):
 
 @triton.jit
 def tile_gradients(
-    s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, tree, at, mask_k, user, rules, S: tl.constexpr
+    s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, tree, at, mask_k, user, kept, rules, S: tl.constexpr
 ):  # fmt: skip
     """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits, of scores, and of
     the elements that functions of the user load. Logits are those that such functions are given.
 
     `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask; `added`: biases
-    of rows and keys; `tree`: rows of a tree mask, and its first key. A hidden cell has a weight of 0 and, unless an
-    operand under it is not finite, gradients of 0. In the fix-up its gradients are always 0, and the weights for dV of
-    a row whose dout is not finite are NaN, since `add_product` replaces that dout by 0.
+    of rows and keys; `tree`: rows of a tree mask, and its first key; `kept`: the cells that dropout keeps. A hidden
+    cell has a weight of 0 and, unless an operand under it is not finite, gradients of 0. In the fix-up its gradients
+    are always 0, and the weights for dV of a row whose dout is not finite are NaN, since `add_product` replaces that
+    dout by 0.
     """
     scale, softcap, _, numbers = rules
     tree_at, own_keys = tree
@@ -220,6 +222,8 @@ def tile_gradients(
         p = tl.exp2(x * LOG2E)
     else:
         p = tl.exp2(x)
+    if S.dropout:
+        dp = dropped(dp, kept, S)
     dl = p * (dp - delta)
     if LAST:
         if S.tree or S.mods is not None:
@@ -245,6 +249,8 @@ def tile_gradients(
         p = tl.where(x == float("-inf"), 0.0, p + delta * 0.0)
         if S.softcap:
             ds = tl.where(x == float("-inf"), 0.0, ds)
+    if S.dropout:
+        p = dropped(p, kept, S)
     return p, dl, ds, loads
 
 
@@ -253,7 +259,7 @@ def query_tile(n0, mixed, bias, rows, keys, rules, S: tl.constexpr):
     """Keys from `n0` on, their indices, and gradients of logits, scores and loads [BQ, BK]. `bias`: a float mask's
     cells; None: load them.
     """
-    q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k, user = rows
+    q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k, user, drop = rows
     K, k_l, V, v_l = keys
     BK: tl.constexpr = S.BK
     n = n0 + tl.arange(0, BK)
@@ -271,8 +277,12 @@ def query_tile(n0, mixed, bias, rows, keys, rules, S: tl.constexpr):
         added = added + load_numbers(keys_at, n, stride, key_ok, S.tail)[None, :]
     s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
+    qpos = query_position(offset, row, rules[3], S)
+    kept = ok
+    if S.dropout:
+        kept = kept_cells(drop, n0, n, qpos, rules[3], S)
     _, dl, ds, loads = tile_gradients(
-        s, dp, mixed, bias, lse[:, None], delta[:, None], query_position(offset, row, rules[3], S)[:, None], n[None, :],
-        ok, slope, added, (tree[0][:, None], tree[1]), at[:, None], mask_k, user, rules, S,
+        s, dp, mixed, bias, lse[:, None], delta[:, None], qpos[:, None], n[None, :],
+        ok, slope, added, (tree[0][:, None], tree[1]), at[:, None], mask_k, user, kept, rules, S,
     )  # fmt: skip
     return k, n, dl, ds, loads
