@@ -23,7 +23,7 @@ from tilewise.tools import cli
 WIDTH = 88  # of a signature's lines
 SECTION = re.compile(r"(Args|Returns|Raises|Yields):$")
 ENTRY = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
-COMPAT = ("sdpa", "flex_attention", "flash_attn", "transformers")  # what imports a server needs that server
+COMPAT = ("sdpa", "flex_attention", "flash_attn", "xformers", "transformers")  # what imports a server needs that server
 PAGES = {
     "calls": ("Functions", "The functions of `tilewise`."),
     "values": ("Values", "Classes of arguments and results."),

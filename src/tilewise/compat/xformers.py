@@ -65,7 +65,7 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
     "BlockDiagonalLocalAttentionPaddedKeysMask": ({}, _around),
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (BOTTOM_RIGHT, _within),
 }
-PAGED = {
+PAGED: dict[str, dict[str, Any]] = {
     "PagedBlockDiagonalPaddedKeysMask": {},
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": BOTTOM_RIGHT,
 }
@@ -179,11 +179,9 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, option
     name = type(bias).__name__
     if name in PAGED:
         assert used is not None
-        pages = [x[0].unflatten(0, (-1, bias.page_size)) for x in (k, v)]
-        table, lengths = bias.block_tables.to(device), used.to(device)
-        state = paged_attention(
-            q[0], *pages, table, lengths, cu_seqlens_q=offsets, max_q=queries.max_seqlen, **PAGED[name], **options
-        )
+        k_pages, v_pages = (x[0].unflatten(0, (-1, bias.page_size)) for x in (k, v))
+        rules = {"cu_seqlens_q": offsets, "max_q": queries.max_seqlen} | PAGED[name] | options
+        state = paged_attention(q[0], k_pages, v_pages, bias.block_tables.to(device), used.to(device), **rules)
     else:
         rules, more = PACKED[name]
         room = getattr(keys, "padding", keys.max_seqlen)
