@@ -165,8 +165,8 @@ def window() -> Made:
     ways: dict[str, Way] = {}
     for backend in ("hopper", "triton"):
         ways[f"{backend} rule"] = public(backend, q, k, v, causal=True, window=W)
-        ways[f"{backend} bool mask"] = public(backend, q, k, v, mask=seen)
-        ways[f"{backend} additive mask"] = public(backend, q, k, v, mask=bias)
+    ways["triton bool mask"] = public("triton", q, k, v, mask=seen)
+    ways["triton additive mask"] = public("triton", q, k, v, mask=bias)
     return 4 * D * H * (L * W - W * (W - 1) / 2), ways
 
 

@@ -48,13 +48,6 @@ def packed() -> Case:
     return lambda backend: tilewise.varlen_attention(q, k, v, cu, cu, causal=True, backend=backend)
 
 
-def masked(dtype: torch.dtype) -> Case:
-    seen = torch.rand(190, 190, device="cuda") < 0.3
-    seen[:, 64:128] = False
-    seen[:, 0] = True
-    return dense(4, 4, 190, 190, 64, mask=seen if dtype == torch.bool else torch.where(seen, 0.0, -torch.inf).to(dtype))
-
-
 CASES: dict[str, Callable[[], Case]] = {
     "D64": lambda: dense(4, 2, 150, 170, 64),
     "D64 three consumers": lambda: dense(2, 2, 200, 2100, 64),
@@ -73,8 +66,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "many tiles D256": lambda: many(256),
     "non-finite": lambda: nonfinite(64),
     "non-finite D256": lambda: nonfinite(256),
-    "bool mask": lambda: masked(torch.bool),
-    "additive mask": lambda: masked(torch.bfloat16),
     "packed": packed,
 }
 

@@ -64,8 +64,6 @@ TRITON_BACKWARD = {
 HOPPER = {
     "prefill": replace(BF16, Lq=200), "causal": replace(BF16, Lq=200, causal=True), "dynamic": MANY,
     "wide": replace(BF16, Lq=200, D=256, causal=True), "chunks": replace(BF16, Lq=200, D=512, window=(50, 9)),
-    "mask": replace(MASKED, mask="hqk"), "mask of keys": replace(MASKED, mask="b11k", mask_kind="bool"),
-    "tile map": replace(MASKED, mask="qk", tile=(64, 64), pattern="blocks"),
     "block indices": replace(BF16, Hkv=2, Lq=512, indices="h3", block=128), "varlen": VARLEN,
     "lengths": replace(BF16, B=3, Lq=200, lengths=(200, 0, 70), offset="rows", causal=True, alibi="bh", sinks=True),
     "latent": LATENT, "latent, paged": LATENT_PAGED, "latent, rows": replace(LATENT_PAGED, H=128, Lq=2, sinks=True),
@@ -133,7 +131,7 @@ def test_a_call_with_other_strides_is_not_launched_with_the_first_ones(recorder,
     [
         ("triton, prefill", "q"), ("triton, split", "k"), ("triton, paged, int4", "v_scales"), ("triton, mask", "mask"),
         ("triton, tile map", "states"), ("triton backward, causal", "dk"), ("triton backward, mask, broadcast", "mask"),
-        ("triton backward, tile map", "states"), ("hopper, causal", "lse"), ("hopper, mask", "mask"),
+        ("triton backward, tile map", "states"), ("hopper, causal", "lse"), ("hopper, block indices", "key_indices"),
         ("hopper, varlen", "cu_seqlens_k"), ("hopper, latent, paged", "block_table"),
         ("hopper backward, causal", "lse"), ("hopper backward, mask", "mask"),
         ("hopper backward, mask", "dmask"), ("hopper backward, wide", "dlse"), ("write, bf16", "k"), ("merge", "lse1"),
@@ -196,10 +194,6 @@ SWEEPS = {
     "triton backward": lambda: [partial(backward, c, triton) for c in GRADIENTS],
     "hopper": lambda: [partial(forward, in_16_bits(c, i), hopper) for i, c in enumerate(CASES)],
     "hopper, latent": lambda: [partial(forward, c, hopper) for c in CASES + LATENT_ROWS if c.latent],
-    "hopper, tile maps": lambda: [
-        partial(forward, replace(MASKED, mask=dims, mask_kind=kind, tile=tile, pattern="blocks"), hopper)
-        for dims in ("qk", "bhqk", "h1k") for kind in ("bool", "bf16") for tile in ((64, 64), (128, 128), (32, 256))
-    ],
     **{
         f"hopper backward {D}, {Dv}": lambda D=D, Dv=Dv: [
             partial(backward, in_16_bits_with_gradients(c, D, Dv), hopper) for c in GRADIENTS
@@ -211,7 +205,7 @@ SWEEPS = {
         for dtype in ("bf16", "f32", "int8", "int4", "fp8_e4m3") for packed in (False, True) for paged in (False, True)
     ],
 }  # fmt: skip
-LEAST = {"hopper, latent": 10, "hopper, tile maps": 10, "writes": 20}  # calls of a sweep that are served; others 50
+LEAST = {"hopper, latent": 10, "writes": 20}  # calls of a sweep that are served; others 50
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from aot import Signature, tensors_of
 from assembler import Assembled, assembled, disassembled
 from tilewise.backends.gpu.block_sparsity import list_blocks
-from tilewise.backends.gpu.block_sparsity_launch import BlockLister
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.launch_program import Workspaces
 from tilewise.backends.gpu.target import nvidia
@@ -81,7 +80,7 @@ def kernels_of(problem: Problem, ptxas: str = "") -> dict[str, Built]:
     c = config.config_of(problem)
     bound = Launcher(problem, c, nvidia(90))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
-    lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
+    lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.blocks else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
     given = bound.arguments(tensors, bound.memory(Workspaces(torch.device("meta"))), lists)
     found = {"prefill": build(fwd_kernel, given, ("S",), ptxas, bound.attention.options)}
@@ -90,7 +89,7 @@ def kernels_of(problem: Problem, ptxas: str = "") -> dict[str, Built]:
         found["fixup"] = build(fwd_kernel, bound.fixup_arguments(tensors, given), ("S",), ptxas)
     if problem.packed_q:
         found["order"] = build(rank_sequences, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
-    if isinstance(bound.lister, BlockLister):
+    if bound.lister is not None:
         arguments = bound.lister.arguments(tensors) | {"LIST": ints, "RANK": ints} | bound.lister.kernel.constants
         found["lists"] = build(list_blocks, arguments, tuple(bound.lister.kernel.constants), ptxas)
     return found

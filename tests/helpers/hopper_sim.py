@@ -43,15 +43,6 @@ def ranks(problem: Problem, t: Any, BM: int) -> dict[str, Any]:
     return {"ORDER": Pointer(np.array(order, np.int32)), "START": Pointer(starts.astype(np.int32))}
 
 
-def listed(mask: torch.Tensor, BM: int, BN: int) -> tuple[Pointer, Pointer, tuple[int, int, int, int]]:
-    """What `block_sparsity.py` leaves of a mask [B, H, Lq, Lk]: every tile, all of them mixed."""
-    B, H, Lq, Lk = mask.shape
-    nq, nk = -(-Lq // BM), -(-Lk // BN)
-    lists = np.tile(2 * np.arange(nk) + 1, (B, H, nq, 1)).astype(np.int32)
-    rank = np.tile(np.arange(nk + 1), (B, H, nq, 1)).astype(np.int32)
-    return Pointer(lists.reshape(-1)), Pointer(rank.reshape(-1)), (H * nq, nq, 1, nk)
-
-
 def listed_blocks(problem: Problem, t: Any, BM: int, BN: int) -> tuple[Pointer, Pointer, tuple[int, int, int, int]]:
     """What `list_blocks` leaves of block indices [B, Hkv, blocks, n], for each query head."""
     p, nq, nk = problem, -(-problem.q_len // BM), -(-problem.kv_len // BN)
@@ -85,21 +76,18 @@ class Launch:
             "q": tiles(t.q, 64, spec.chunk_d), "k": tiles(t.k, spec.BN, spec.chunk_d),
             "v": tiles(t.v, spec.BN // spec.pieces, spec.DV),
             "o": tiles(t.out, 64, self.bound.spec.out_columns),
-            "OUT": flat(t.out), "LSE": flat(t.lse), "MASK": flat(t.mask), "KV_LENGTHS": flat(t.kv_lengths),
+            "OUT": flat(t.out), "LSE": flat(t.lse), "KV_LENGTHS": flat(t.kv_lengths),
             "PLACES": flat(t.places), "Q_OFFSET": flat(t.q_offset), "CU_Q": flat(t.cu_seqlens_q),
             "CU_K": flat(t.cu_seqlens_k),
             "SLOPES": flat(t.alibi_slopes), "SINKS": flat(t.sinks), "COUNTER": counter, "FLAGS": flags,
         }  # fmt: skip
-        for name, x, dims in (("o", t.out, "bhl"), ("lse", t.lse, "bhl"), ("mask", t.mask, "bhqk")):
+        for name, x, dims in (("o", t.out, "bhl"), ("lse", t.lse, "bhl")):
             given |= {f"{name}_{dim}": 0 if x is None else x.stride(i) for i, dim in enumerate(dims)}
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         if p.packed_q:
             given |= ranks(p, t, self.bound.spec.BM)
-        if t.mask is not None or p.selection is not None:
-            BM = self.bound.spec.BM
-            lists, rank, strides = (
-                listed(t.mask, BM, spec.BN) if t.mask is not None else listed_blocks(p, t, BM, spec.BN)
-            )
+        if p.selection is not None:
+            lists, rank, strides = listed_blocks(p, t, self.bound.spec.BM, spec.BN)
             given |= {"LIST": lists, "RANK": rank}
             given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
         return kernels.arguments.Arguments(*(given[name] for name in kernels.arguments.Arguments.NAMES))

@@ -167,7 +167,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Recorder, "workspace", wrong)
 
 
-@mutant("too small a workspace", "triton, split, combined after", "hopper, mask", "hopper, latent, many")
+@mutant("too small a workspace", "triton, split, combined after", "hopper, block indices", "hopper, latent, many")
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(init: Any, self: Any, *given: Any) -> None:
         init(self, *given)
@@ -188,7 +188,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, torch, "empty", wrong)
 
 
-@mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map", "hopper, tile map")
+@mutant("the first call's states", "triton, tile map, other tiles", "triton backward, tile map")
 def _(patch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, torch.Tensor] = {}
     around(patch, Lister, "states", lambda states, self, tile_map: kept.setdefault(self, states(self, tile_map)))
@@ -279,7 +279,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launcher, "key_of", lambda k, given: (k.shape,))
 
 
-@mutant("a key without one tensor's strides", "triton, mask", "hopper, mask", "hopper, latent, paged", check=changes)
+@mutant(
+    "a key without one tensor's strides",
+    "triton, mask",
+    "hopper, block indices",
+    "hopper, latent, paged",
+    check=changes,
+)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launcher, "key_of", lambda k, given: (k.shape, *[x.stride() for x in given[:-1]]))
 

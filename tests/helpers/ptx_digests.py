@@ -47,7 +47,7 @@ TRITON_BACKWARD = (
     "D64", "D128-causal", "varlen", "additive mask", "dense mask", "D512", "everything", "everything, dense mask",
     "strides", "biases", "few", "bool mask", "f32-D64",
 )  # fmt: skip
-HOPPER = ("D64-short", "D128-causal", "D512-causal", "varlen", "additive mask", "D72-all", "varlen-all")
+HOPPER = ("D64-short", "D128-causal", "D512-causal", "varlen", "D72-all", "varlen-all")
 
 
 def normal(ptx: str) -> str:

@@ -84,6 +84,7 @@ REFUSED = {
     "float": {"q_dtype": torch.float32, "k_format": FORMATS["f32"], "v_format": FORMATS["f32"]},
     "alike": {"v_format": FORMATS["f16"]},
     "pages": {"form": "paged", "page_size": 16},
+    "dense masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
     "16 bytes": {"aligned": False},
     "a scale of over": {"scale": -0.5},
     "over 1e-30": {"scale": 1e-50},  # 0 in float32
@@ -99,7 +100,6 @@ def test_refusals_name_what_is_missing(word):
 
 SLOWER = {
     "queries": {"q_len": 16},
-    "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
     "split_size": {"split_size": 512},
     "small": {"batch": 1, "heads": 4, "q_len": 512, "kv_len": 512},
     "small calls to": {"batch": 1, "selection": Selection(1, 128)},
@@ -141,7 +141,7 @@ def test_operations_count_what_rules_leave():
 def test_what_is_served():
     for changes in (
         {}, {"causal": True, "window": (9, None)}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"chunk": 9},
-        {"mask": MaskSpec(torch.bool, (True, True, False, False))}, {"kv_lengths": True, "q_offset": "end"},
+        {"kv_lengths": True, "q_offset": "end"},
         {"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, {"head_dim": 512, "value_dim": 512},
     ):  # fmt: skip
         assert config.refusal(problem(**changes)) is None
@@ -159,15 +159,14 @@ def test_block_indices_of_whole_tiles_are_served(monkeypatch):
         for selection in (Selection(2048), Selection(5, 64), Selection(5, 200)):
             assert "multiples of 128" in hopper.supports(problem(D, selection=selection))
     masked = problem(selection=Selection(5, 128), mask=MaskSpec(torch.bool, (True, True, False, False)))
-    assert "not both" in hopper.supports(masked)
+    assert "dense masks" in hopper.supports(masked)
     assert hopper.supports_backward(replace(problem(selection=Selection(5, 128)), grads=("q",))) is not None
 
 
 @pytest.mark.parametrize("D", [16, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512])
 @pytest.mark.parametrize("Dv", [16, 64, 96, 128, 192, 256, 512])
-@pytest.mark.parametrize("masked", [False, True])
-def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
-    p = problem(D, Dv, mask=MaskSpec(torch.bool, (True, True, False, False)) if masked else None)
+def test_tiles_cover_the_heads_and_fit(D, Dv):
+    p = problem(D, Dv)
     c = config.config_of(p)
     s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= D
@@ -187,8 +186,6 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
         assert s.BN // s.pieces * s.DV == s.BN * s.chunk_d
         assert s.k_stages > s.pieces
     assert 2 * elements + 1024 <= SHARED
-    if masked:
-        assert s.BM & (s.BM - 1) == 0
     registers = 128 * (s.consumers * c.consumer_regs + c.producer_regs)
     assert registers <= 65536
 
@@ -214,7 +211,6 @@ def test_hidden_values_are_looked_for_where_there_can_be_any():
     for changes, guard in (
         ({}, False), ({"kv_len": 4000}, False), ({"softcap": 5.0}, False), ({"causal": True}, True),
         ({"kv_lengths": True}, True), ({"window": (3, 3)}, True), ({"chunk": 5}, True),
-        ({"mask": MaskSpec(torch.bool, (True, True, False, False))}, True),
         ({"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, True),
     ):  # fmt: skip
         p = problem(**changes)
@@ -261,7 +257,7 @@ def test_maxima_are_left_out_where_weights_have_the_range_of_float32():
     short = {"q_len": config.SHORT, "kv_len": config.SHORT}
     for D, changes, free in (
         (64, {}, True), (64, short, False), (64, short | {"causal": True}, True), (128, f16, False),
-        (128, {"softcap": 5.0}, True), (128, {"mask": MaskSpec(torch.bool, (True, True, False, False))}, False),
+        (128, {"softcap": 5.0}, True),
         (128, {"selection": Selection(4, 128)}, False), (256, {}, False),
     ):  # fmt: skip
         for batch in (1, 64):

@@ -13,7 +13,7 @@ from aot import SHARED
 from hopper_aot import kernels_of
 from problem_space import problem_of
 from slow import slowly
-from tilewise.core.problem import MaskSpec, Selection
+from tilewise.core.problem import Selection
 from tilewise.core.storage import PLAIN
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -26,10 +26,6 @@ def problem(D=128, Dv=0, dtype=BF16, **changes):
         "v_format": PLAIN[dtype], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))
-
-
-def mask(dtype, *broadcast):
-    return {"mask": MaskSpec(dtype, broadcast or (True, True, False, False))}
 
 
 VARLEN = {"form": "varlen", "packed_q": True, "total_q": 4096, "q_len": 1024, "q_offset": "end"}
@@ -51,13 +47,12 @@ MORE = {
     "D192/128": (problem(192, 128, causal=True), 680), "lse": (problem(causal=True, return_lse=True), 615),
 }  # fmt: skip
 OTHERS = {
-    "bool mask": problem(**mask(torch.bool)), "additive mask": problem(**mask(BF16)),
-    "mask-all": problem(64, **ALL, **mask(torch.float32, *(False,) * 4)), "D72-all": problem(72, 40, **ALL),
+    "D64-all": problem(64, **ALL), "D72-all": problem(72, 40, **ALL),
     "D40/96": problem(40, 96), "D320": problem(320, causal=True), "D96-f16": problem(96, dtype=F16, causal=True),
     "D16": problem(16, causal=True), "D256/64": problem(256, 64), "D64/256": problem(64, 256, causal=True),
     "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "varlen-all": problem(128, **(ALL | VARLEN)), "D512-all": problem(512, **ALL),
-    "D512 mask": problem(512, **mask(torch.bool)), "D320/64 mask": problem(320, 64, **mask(BF16)),
+    "D320/64": problem(320, 64),
 }  # fmt: skip
 
 
@@ -114,8 +109,8 @@ def test_other_kernels(name):
         assert "serialized" not in kernel.report
 
 
-def test_masks_and_packed_sequences_compile():
-    built = kernels_of(problem(**VARLEN, **mask(torch.bool), sinks=True))
+def test_packed_sequences_with_sinks_compile():
+    built = kernels_of(problem(**VARLEN, sinks=True))
     assert set(built) == {"prefill", "fixup", "order"}
     for kernel in built.values():
         assert kernel.shared <= SHARED[90]

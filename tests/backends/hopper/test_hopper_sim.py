@@ -32,15 +32,11 @@ def dense(D=64, Dv=0, Lq=200, Lk=300, B=1, H=2, Hkv=1, **options):
     for name in ("sinks", "alibi_slopes"):
         if options.get(name) is True:
             options[name] = torch.linspace(0.1, 1.0, H)
-    if options.get("mask") == "bool":
-        options["mask"] = torch.rand(Lq, Lk, generator=g) < 0.4
     if (size := options.get("block_size")) is not None:
         blocks = torch.rand(B, Hkv, -(-Lq // size), -(-Lk // size), generator=g).argsort(-1)[..., :6].int()
         blocks[:, :, 1::3] = -1  # rows that choose nothing
         blocks[..., 1] = torch.where(blocks[..., 0] % 2 == 0, -1, blocks[..., 1])
         options["block_indices"] = blocks
-    if options.get("mask") == "float":
-        options["mask"] = torch.where(torch.rand(H, Lq, Lk, generator=g) < 0.6, 0.5, -torch.inf)
     out = torch.full((B, H, Lq, Dv or D), float("nan"), dtype=torch.float16)
     return calls.dense(q, k, v, Options(out=out, return_lse=True, **options))
 
@@ -100,8 +96,6 @@ CASES = {
     "before the first key": lambda: dense(128, Lq=300, Lk=100, causal=True, sinks=True),
     "softcap": lambda: dense(128, Lq=300, softcap=5.0, causal=True),
     "softcap, ALiBi, sinks": lambda: dense(128, softcap=5.0, alibi_slopes=True, sinks=True, causal=True),
-    "bool mask": lambda: dense(mask="bool", Lq=150),
-    "float mask": lambda: dense(128, mask="float", Lq=150, causal=True),
     "blocks": lambda: dense(128, Lq=500, Lk=900, H=4, Hkv=2, block_size=128),
     "blocks causal": lambda: dense(128, Lq=900, Lk=950, causal=True, block_size=128, sinks=True),
     "blocks, window": lambda: dense(64, Lq=400, Lk=2100, H=1, window=(300, 90), block_size=256),
@@ -150,7 +144,7 @@ def test_whatever_the_order(seed):
 
 def test_hidden_values_that_are_not_finite_do_not_matter():
     """They are noticed and the tile is computed again."""
-    for options in ({"causal": True}, {"mask": "bool"}, {"window": (9, 0)}, {"block_size": 128}):
+    for options in ({"causal": True}, {"window": (9, 0)}, {"block_size": 128}):
         call = dense(Lq=200, Lk=200, H=1, **options)
         call.tensors.v[:, :, 150, ::3] = float("nan")
         call.tensors.v[:, :, 77] = float("inf")
@@ -277,7 +271,7 @@ def max_free(monkeypatch, *changes):
     return gluon_sim.load(edits)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "mask" not in name and "blocks" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if "blocks" not in name])
 def test_tiles_that_every_row_sees_need_no_maximum(name, monkeypatch):
     kernels = max_free(monkeypatch)
     call = CASES[name]()

@@ -22,7 +22,6 @@ class Arguments:
     START: object
     SLOPES: object
     SINKS: object
-    MASK: object
     LIST: object
     RANK: object
     o_b: Size
@@ -31,10 +30,6 @@ class Arguments:
     lse_b: Size
     lse_h: Size
     lse_l: Size
-    mask_b: object
-    mask_h: object
-    mask_q: object
-    mask_k: object
     list_b: Size
     list_h: Size
     list_q: Size

@@ -52,6 +52,8 @@ def refusal(problem: Problem) -> str | None:
         return "takes q, k and v in float16 or bfloat16, all alike"
     if p.form == "paged":
         return "has no kernel for pages"
+    if p.mask is not None:
+        return "has no kernel for dense masks, which Triton's serves faster"
     if not p.aligned:
         return "needs rows that begin at multiples of 16 bytes, and none broadcast"
     if not p.scale > LEAST_SCALE:
@@ -68,7 +70,7 @@ def blocks_refusal(problem: Problem) -> str | None:
     tile = max(64 * c.consumers, c.BN)
     if p.selection.block % tile:
         return f"takes indices of blocks that are multiples of {tile}, and others not"
-    return "takes block indices or a mask, not both" if p.mask is not None else None
+    return None
 
 
 def slower(problem: Problem) -> str | None:
@@ -76,8 +78,6 @@ def slower(problem: Problem) -> str | None:
     p = problem
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
-    if p.mask is not None:
-        return "leaves masks to the Triton backend, which is faster there"
     if p.split_size:
         return "leaves split_size to the Triton backend: which of the two is faster depends on the batch"
     if operations(p) < LITTLE:
@@ -125,12 +125,11 @@ def config_of(problem: Problem) -> Config:
     """The fastest launch shape measured that fits shared memory (227 KiB) and registers."""
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_tiling(problem)
-    # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64:
         if only_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
-        if problem.mask is None and problem.selection is None and problem.kv_len > SHORT:
+        if problem.selection is None and problem.kv_len > SHORT:
             return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
@@ -145,15 +144,14 @@ def config_of(problem: Problem) -> Config:
 def only_causal(problem: Problem) -> bool:
     """Whether the call is causal, without other options that would take registers."""
     p = problem
-    others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
+    others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.rules.affine
     return p.rules.relative() == MaskRules(causal=True) and not others and p.selection is None
 
 
 def uneven(problem: Problem) -> bool:
     """Whether some work tiles have more keys than others."""
     p = problem
-    chosen = p.mask is not None or p.selection is not None
-    return p.rules.by_position or p.packed_q or p.rules.kv_lengths or chosen
+    return p.rules.by_position or p.packed_q or p.rules.kv_lengths or p.selection is not None
 
 
 def prefetches_tile(problem: Problem, c: Config, rounds: float) -> bool:
@@ -184,7 +182,7 @@ def swizzle(problem: Problem, c: Config, programs: int) -> int:
 def hides_memory(problem: Problem) -> bool:
     """Whether hidden keys or values may be NaN. Past the end of a dense tensor TMA reads zeros."""
     p = problem
-    return p.mask is not None or p.rules.by_position or p.has_lengths or p.selection is not None
+    return p.rules.by_position or p.has_lengths or p.selection is not None
 
 
 def max_free(problem: Problem) -> bool:
@@ -193,8 +191,9 @@ def max_free(problem: Problem) -> bool:
     of the fix-up.
     """
     p = problem
-    listed = p.mask is not None or p.selection is not None
-    return p.q_dtype in WIDE_RANGE and not listed and p.head_dim <= 192 and (hides_memory(p) or p.kv_len > SHORT)
+    if p.q_dtype not in WIDE_RANGE or p.selection is not None or p.head_dim > 192:
+        return False
+    return hides_memory(p) or p.kv_len > SHORT
 
 
 def spec(problem: Problem, c: Config) -> Spec:

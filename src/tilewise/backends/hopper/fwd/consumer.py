@@ -12,8 +12,7 @@ other warpgroups keep the tensor cores busy.
 
 Key tiles are visited from right to left: first those that rules may hide in part, then those that every row sees, then
 (with windows) again hidden ones; each kind has its own loop. Key tiles of the work tile that this consumer's rows do
-not see are skipped. A mask has one loop, with a branch for mixed tiles; a list of selected blocks is treated as a range
-with gaps.
+not see are skipped. A list of selected blocks is treated as a range with gaps.
 """
 
 from ...gpu.gluon import gl, gluon, tma_store_wait
@@ -40,51 +39,37 @@ def rows_of(a, w, C):
     slope = None
     if a.S.alibi:
         slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
-    mask = None
-    if a.S.mask != "":
-        mask = w.b.to(gl.int64) * a.mask_b + w.head.to(gl.int64) * a.mask_h + row.to(gl.int64) * a.mask_q
     if not a.S.alibi or a.S.rules.affine != "rows":
         numbers = None
-    return Rows(row, row < w.q_len, lo, hi, qpos, slope, mask, numbers)
+    return Rows(row, row < w.q_len, lo, hi, qpos, slope, numbers)
 
 
 @gluon.jit
 def run_of_tiles(
-    a, queries, keys, values, i, w, tiles, begin, first, end, p, o, m, l, rows, C: gl.constexpr, MASKED: gl.constexpr
+    a, queries, keys, values, i, tiles, begin, first, end, p, o, m, l, rows, C: gl.constexpr, MASKED: gl.constexpr
 ):
     """Key tiles first .. end of a work tile, all of one kind."""
     for n in range(first, end):
         tile = tiles.tile(n - begin)
         p, o, m, l = step(
-            a, queries, keys, values, i, n, n - 1, tile, w.n_keys, True, p, o, m, l, rows, C, MASKED, False
+            a, queries, keys, values, i, n, n - 1, tile, p, o, m, l, rows, C, MASKED, False
         )  # fmt: skip
     return p, o, m, l
 
 
 @gluon.jit
-def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C: gl.constexpr):
+def other_tiles(a, queries, keys, values, i, tiles, own, begin, p, o, m, l, rows, C: gl.constexpr):
     """All key tiles of a work tile but the first."""
     start, right, left, end = own
-    if a.S.mask != "":
-        entry = tiles.entry(1)
-        for n in range(start + 1, end):
-            upcoming = tiles.entry(n + 1 - begin)
-            tile = entry >> 1
-            mixed = ((entry & 1) != 0) | (tile < right) | (tile >= left)
-            p, o, m, l = step(
-                a, queries, keys, values, i, n, n - 1, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2, False
-            )  # fmt: skip
-            entry = upcoming
-    else:
-        if a.S.hides:
-            p, o, m, l = run_of_tiles(
-                a, queries, keys, values, i, w, tiles, begin, start + 1, right, p, o, m, l, rows, C, 1
-            )  # fmt: skip
-        if a.S.max_free:
-            o, p = keep_maxima(a, o, p)
-        p, o, m, l = run_of_tiles(a, queries, keys, values, i, w, tiles, begin, right, left, p, o, m, l, rows, C, 0)
-        if a.S.rules.hides_left:
-            p, o, m, l = run_of_tiles(a, queries, keys, values, i, w, tiles, begin, left, end, p, o, m, l, rows, C, 1)
+    if a.S.hides:
+        p, o, m, l = run_of_tiles(
+            a, queries, keys, values, i, tiles, begin, start + 1, right, p, o, m, l, rows, C, True
+        )  # fmt: skip
+    if a.S.max_free:
+        o, p = keep_maxima(a, o, p)
+    p, o, m, l = run_of_tiles(a, queries, keys, values, i, tiles, begin, right, left, p, o, m, l, rows, C, False)
+    if a.S.rules.hides_left:
+        p, o, m, l = run_of_tiles(a, queries, keys, values, i, tiles, begin, left, end, p, o, m, l, rows, C, True)
     return p, o, m, l
 
 
@@ -95,7 +80,7 @@ def own_tiles(a, w, tiles, begin, C):
     """
     rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
     first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys, numbers_of(a, w))
-    if not a.S.listed:
+    if not a.S.blocks:
         first = gl.minimum(gl.maximum(first, w.first), w.last - 1)
         last = gl.maximum(gl.minimum(last, w.last), first + 1)
         start = begin + (w.last - last)
@@ -105,7 +90,7 @@ def own_tiles(a, w, tiles, begin, C):
         if not a.S.rules.hides_left:
             left = end
         right = gl.minimum(right, left)
-    elif a.S.blocks:
+    else:
         # A list has no mixed tiles: rules hide cells at its ends, as in a range. What only others see is computed too.
         start = begin
         end = begin + tiles.count
@@ -113,11 +98,6 @@ def own_tiles(a, w, tiles, begin, C):
         left = gl.minimum(gl.maximum(begin + after(a, w, tiles, inner), right), end)
         if not a.S.rules.hides_left:
             left = end
-    else:
-        start = begin
-        end = begin + tiles.count
-        right = inner  # key tiles, not uses: the loop over a list compares with them
-        left = outer
     return start, right, left, end
 
 
@@ -159,7 +139,7 @@ def last_tile(a, keys, values, end, next_begin, p, o):
 def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
     DV: gl.constexpr = a.S.DV
     OUT: gl.constexpr = out_layout(a.S)
-    MASKED: gl.constexpr = 1 if a.S.masked else 0
+    MASKED: gl.constexpr = a.S.masked
     total = tile_count(a)
     i = 0  # work tiles so far
     begin = 0  # tiles of keys so far
@@ -169,11 +149,11 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
     tiles = tile_list(a, w)
     own = own_tiles(a, w, tiles, begin, C)
     pass_over(a, keys, values, begin, own[0])
-    p, m, l = first_tile(a, queries, keys, 0, own[0], tiles.tile(own[0]), w.n_keys, rows, C)
+    p, m, l = first_tile(a, queries, keys, 0, own[0], tiles.tile(own[0]), rows, C)
     more = True
     while more:
         o = gl.zeros([64, DV], gl.float32, OUT)
-        p, o, m, l = other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C)
+        p, o, m, l = other_tiles(a, queries, keys, values, i, tiles, own, begin, p, o, m, l, rows, C)
         queries.release(i, C, 0)
 
         # The first scores of the next work tile are computed before this one's epilogue.
@@ -201,8 +181,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
                 pass_keys(a, keys, end, start)
                 queries.wait_full(i + 1, C, 0)
                 p, o, m, l = step(
-                    a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
-                    C, MASKED, True,
+                    a, queries, keys, values, i + 1, start, end - 1, tile, p, o, m, l, next_rows, C, MASKED, True,
                 )  # fmt: skip
                 pass_values(a, values, end, start)
             else:
@@ -218,7 +197,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
             queries.release(i, C, 1)
         if apart:
             pass_over(a, keys, values, next_begin, start)
-            p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)
+            p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_rows, C)
         i += 1
         coord = next_coord
         begin = next_begin

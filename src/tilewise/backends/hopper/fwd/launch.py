@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from ....core.problem import Problem
-from ....core.storage import as_bytes
 from ....core.tensors import Tensors
-from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lister, Lists
+from ...gpu.block_sparsity_launch import NO_LISTS, BlockLister, Lists
 from ...gpu.flags import rules_of, softcap_of
 from ...gpu.kernel import Arguments, Kernel, stride_arguments
 from ...gpu.launch_program import Recorder, Workspaces
@@ -57,7 +56,7 @@ class Launcher(PlanLauncher):
         limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
         self.order, self.fixup = Kernel(rank_sequences), Kernel(fwd_kernel)
         self.attention = Kernel(fwd_kernel, **(limit if c.per_processor > 1 else {}))
-        self.lister = BlockLister(p, s.BM, s.BN) if s.blocks else Lister(p, s.BM, s.BN) if s.mask else None
+        self.lister = BlockLister(p, s.BM, s.BN) if s.blocks else None
         # Fields that only prefill uses have fixed values, so that fewer kernels are compiled.
         self.fixup_spec = replace(
             s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
@@ -79,15 +78,9 @@ class Launcher(PlanLauncher):
             "S": s,
         }
 
-    def __call__(self, t: Tensors) -> None:
-        states = []
-        if t.tile_map is not None and isinstance(self.lister, Lister):
-            states.append(self.lister.states(t.tile_map))
-        self.run(t, *states)
-
-    def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
-        """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""
-        lists = NO_LISTS if self.lister is None else self.lister.launch(r, t, *states)
+    def launch(self, r: Recorder, t: Tensors, *more: torch.Tensor) -> None:
+        """Launches a call through `r`."""
+        lists = NO_LISTS if self.lister is None else self.lister.launch(r, t)
         given = self.arguments(t, self.memory(r), lists)
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
@@ -107,9 +100,9 @@ class Launcher(PlanLauncher):
             "o": descriptor(t.out, 64, s.out_columns, s.dtype),
         }
         LIST, RANK, list_strides = lists
-        given |= {"MASK": None if t.mask is None else as_bytes(t.mask), "LIST": LIST, "RANK": RANK}
+        given |= {"LIST": LIST, "RANK": RANK}
         given |= stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
-        given |= stride_arguments("mask", "bhqk", t.mask) | stride_arguments("slopes", "b", t.alibi_slopes)
+        given |= stride_arguments("slopes", "b", t.alibi_slopes)
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
         return given | self.sizes
 

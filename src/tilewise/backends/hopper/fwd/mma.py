@@ -37,19 +37,16 @@ def release_scores(a, keys, n):
 
 
 @gluon.jit
-def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr, KEEPS: gl.constexpr):
+def to_weights(a, s, m, l, rows, tile, MASKED: gl.constexpr, KEEPS: gl.constexpr):
     """P of a tile, the new m and l, and alpha for O; KEEPS: m is not updated."""
     BN: gl.constexpr = a.S.BN
     LATER: gl.constexpr = None if KEEPS else LATE
     columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
     if not a.S.linear:
         s = logits(a, s, rows, columns)
-    if MASKED == 1:
-        s, _ = hide(a, s, rows, tile, columns, n_keys)
-    if MASKED == 2:
-        if mixed:
-            s, _ = hide(a, s, rows, tile, columns, n_keys)
-    p, m, l, alpha = weights(a, s, m, l, LATER, MASKED > 0)
+    if MASKED:
+        s, _ = hide(a, s, rows, tile)
+    p, m, l, alpha = weights(a, s, m, l, LATER, MASKED)
     return p, m, l, gl.convert_layout(alpha, gl.SliceLayout(1, out_layout(a.S)))
 
 
@@ -162,16 +159,16 @@ def keep_maxima(a, o, p):
 
 
 @gluon.jit
-def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
+def first_tile(a, queries, keys, i, n, tile, rows, C: gl.constexpr):
     """The first key tile of work tile i, without a P V to overlap."""
-    MASKED: gl.constexpr = 1 if a.S.masked else 0
+    MASKED: gl.constexpr = a.S.masked
     queries.wait_full(i, C, 0)
     keys.wait_full(key_use(a, n, 0))
     s = start_scores(a, queries, keys, i, n, C, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
     m, l = no_sums(a)
-    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED, False)
+    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, MASKED, False)
     return carried(a, as_operand(a, p, alpha)), m, l
 
 
@@ -186,15 +183,15 @@ def last_output(a, values, n, p, o):
 
 @gluon.jit
 def step(
-    a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
+    a, queries, keys, values, i, n, last, tile, p, o, m, l, rows,
     C: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of key tile n (number `tile` of work tile i), and P V of tile `last`, the one before it.
 
     Without overlap, P is consumed before S is computed, which leaves registers for the rules of a masked tile.
     """
-    OVERLAPS: gl.constexpr = a.S.overlaps and MASKED == 0
-    KEEPS: gl.constexpr = a.S.max_free and MASKED == 0 and not FIRST
+    OVERLAPS: gl.constexpr = a.S.overlaps and not MASKED
+    KEEPS: gl.constexpr = a.S.max_free and not MASKED and not FIRST
     gl.static_assert(not OVERLAPS or a.S.v_stages > 0)  # V of a tile comes before the next one's keys in their ring
     if OVERLAPS:
         keys.wait_full(key_use(a, n, 0))
@@ -211,7 +208,7 @@ def step(
         s = start_scores(a, queries, keys, i, n, C, False)
         s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
-    x, m, l, alpha = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED, KEEPS)
+    x, m, l, alpha = to_weights(a, s, m, l, rows, tile, MASKED, KEEPS)
     if KEEPS:
         alpha = p[1]
     p = as_operand(a, x, alpha)

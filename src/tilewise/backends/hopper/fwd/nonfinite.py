@@ -77,7 +77,7 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
         columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
         if not a.S.linear:
             s = logits(a, s, rows, columns)
-        s, visible = hide(a, s, rows, tile, columns, w.n_keys)
+        s, visible = hide(a, s, rows, tile)
         late = LATE
         if a.S.max_free:  # sums over 2^GROWTH were flagged: in rows that were right, m stays here too
             late = gl.where((n < right) | (n >= left), LATE, GROWTH)

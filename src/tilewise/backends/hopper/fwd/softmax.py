@@ -10,9 +10,9 @@ keep the m of the tiles before them and compute no row max. In bfloat16 p has th
 nothing. Where the sum of a row is over 2^80 at the end, or its output is not finite, the tile is flagged and recomputed
 with row maxima (nonfinite.py).
 
-Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product, capped ones (a softcap, and no
+Linear kernels (no softcap and no ALiBi) keep m in units of the dot product, capped ones (a softcap, and no
 more) in units of tanh: scale or softcap and log2(e) go into one multiply-add for each cell. The others keep logits in
-natural units, where the least finite bias stays finite. Fused multiply-adds are written out and the compiler makes no
+natural units. Fused multiply-adds are written out and the compiler makes no
 others, so a tile gives the same bits in every loop.
 """
 
@@ -40,7 +40,6 @@ class Rows:
     hi: gl.tensor
     qpos: gl.tensor
     slope: object
-    mask: object  # each row's first cell of the mask
     numbers: object  # as in `WorkTile`, if there is ALiBi
 
 
@@ -95,8 +94,8 @@ def logits(a, s, rows, columns):
 
 
 @gluon.jit
-def hide(a, s, rows, tile, columns, n_keys):
-    """Adds a float mask, selects -inf where a cell is hidden (never adds it); also returns visible cells [64, BN].
+def hide(a, s, rows, tile):
+    """Selects -inf where a cell is hidden (never adds it); also returns visible cells [64, BN].
 
     A thread's columns are 8 i + j: few j (from its index among four threads, unknown to the compiler) and many i
     (known). So 8 i is compared with a limit made of row and j, and each cell costs one comparison with a constant.
@@ -108,16 +107,6 @@ def hide(a, s, rows, tile, columns, n_keys):
     visible = i8[None, :] < (rows.hi - tile * BN)[:, None] - j[None, :]
     if a.S.rules.hides_left:
         visible = visible & (i8[None, :] >= (rows.lo - tile * BN)[:, None] - j[None, :])
-    if a.S.mask != "":
-        at = rows.mask[:, None] + (columns * a.mask_k)[None, :]
-        inside = rows.ok[:, None] & (columns < n_keys)[None, :]
-        cell = gl.load(a.MASK + at, mask=inside, other=0)
-        if a.S.mask == "bool":
-            visible = visible & (cell != 0)
-        else:
-            bias = cell.to(gl.float32)
-            s = s + bias
-            visible = visible & (bias != float("-inf"))
     return gl.where(visible, s, float("-inf")), visible
 
 

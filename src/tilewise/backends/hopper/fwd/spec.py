@@ -46,19 +46,14 @@ class Spec(Flags):
     @property
     def masked(self) -> bool:
         """Whether any tile may hold a hidden cell."""
-        return self.hides or self.listed
+        return self.hides or self.blocks
 
     @property
     def capped(self) -> bool:
         """Whether logits are a softcap times a tanh, and nothing is added to them."""
-        return self.softcap and not (self.exact_tanh or self.alibi or self.mask == "float")
+        return self.softcap and not (self.exact_tanh or self.alibi)
 
     @property
     def hides(self) -> bool:
         """Whether lengths or rules may hide cells."""
         return self.tail or self.rules.hides_left or self.rules.hides_right
-
-    @property
-    def listed(self) -> bool:
-        """Whether tiles come from lists, not from a range."""
-        return self.mask != "" or self.blocks

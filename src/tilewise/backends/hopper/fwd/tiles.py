@@ -1,9 +1,9 @@
 """The key tiles that a work tile visits, from the last to the first.
 
-Without a mask they are a range. Where every row sees every key, each work tile begins with a different key tile, so
-that not all programs read the same memory at once. With a mask or block indices they are the list from
-`gpu/block_sparsity.py`: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range
-without entries still gets its last tile, so that there always is one.
+Without block indices they are a range. Where every row sees every key, each work tile begins with a different key
+tile, so that not all programs read the same memory at once. With block indices they are the list from
+`gpu/block_sparsity.py`: entries 2 * tile, in order; RANK tells where the entries of a range begin. A range without
+entries still gets its last tile, so that there always is one.
 """
 
 from ...gpu.gluon import gl, gluon
@@ -19,27 +19,21 @@ class Tiles:
     entries: gl.tensor  # how many there are; 0: the one tile has no entry
 
     @gluon.jit
-    def entry(self, i):
-        """Tile number i and whether it is mixed, as 2 * tile + mixed."""
+    def tile(self, i):
         if self.at is None:
             tile = self.last - i
             if self.shift is not None:
                 tile -= self.shift
                 tile = gl.where(tile < 0, tile + self.count, tile)
-            found = tile * 2
         else:
-            found = gl.load(self.at - i, mask=i < self.entries, other=0)
-            found = gl.where(self.entries == 0, self.last * 2 + 1, found)
-        return found
-
-    @gluon.jit
-    def tile(self, i):
-        return self.entry(i) >> 1
+            tile = gl.load(self.at - i, mask=i < self.entries, other=0) >> 1
+            tile = gl.where(self.entries == 0, self.last, tile)
+        return tile
 
 
 @gluon.jit
 def tile_list(a, w):
-    if not a.S.listed:
+    if not a.S.blocks:
         count = w.last - w.first
         shift = None
         if not a.S.masked:
