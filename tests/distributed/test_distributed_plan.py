@@ -13,7 +13,6 @@ from tilewise import InvalidArgument
 from tilewise.distributed import Machine, plan
 from tilewise.distributed.layout import Ranks, rows_of
 from tilewise.testing.case import Case, make
-from tilewise.tools.cli import main
 
 RING = Path(__file__).resolve().parents[2] / "benchmarks/records/h200/ring.json"
 SCHEMES = [("zigzag", 4), ("striped", 4), ("ring", 4), ("gather", 4), ("ulysses", 4), ("2d", (2, 2))]
@@ -158,29 +157,3 @@ def test_large_rings_are_counted_or_refused(monkeypatch):
         with pytest.raises(InvalidArgument, match="expected a number of ranks, 1 to 4096"):
             plan(*meta(64), mesh=mesh, scheme=scheme)
     assert not computed
-
-
-def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
-    words = ["scale", "--lengths", "8k,64k", "--ranks", "2,16", "--backward", "--link", "50"]
-    assert main([*words, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 0
-    printed = capsys.readouterr().out
-    assert "forward and backward; by a model, not measured: H200, links of 50 GB/s each way" in printed
-    assert len([line for line in printed.splitlines() if "zigzag" in line]) == 4
-    assert "needs more than 8 ranks" in printed
-    assert (tmp_path / "a.svg").read_text().count("polyline") > 6
-    assert main(["scale", "--schemes", "circle"]) == 2
-    for words, message in (
-        (["--ranks", "0"], "--ranks: got '0', expected numbers of devices"),
-        (["--ranks", "4097"], "numbers of devices, 1 to 4096"),
-        (["--link", "0"], "--link: got '0', expected a speed"),
-        (["--link", "-5"], "expected a speed"),
-        (["--tflops", "nan"], "--tflops: got 'nan', expected a speed"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main(["scale", *words])
-        assert message in capsys.readouterr().err
-    for option in ("--json", "--plot"):  # before anything is computed
-        assert main(["scale", option, str(tmp_path / "none" / "a.svg")]) == 2
-        output = capsys.readouterr()
-        assert "expected a file in a folder that exists" in output.err
-        assert not output.out

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise.tools.bench import charts, plot, svg
-from tilewise.tools.bench.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -36,18 +34,6 @@ def test_pictures_are_shown_and_none_is_left_over():
         for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
     }
     assert shown == set(pictures.NAMES) == {file.stem for file in pictures.HERE.glob("*.svg")}
-
-
-PLOTS = sorted(file.relative_to(ROOT / "benchmarks").with_suffix("") for file in (ROOT / "benchmarks").rglob("*.svg"))
-
-
-@pytest.mark.parametrize("name", PLOTS, ids=str)
-def test_plots_are_of_the_records_beside_them(name):
-    file = ROOT / "benchmarks" / f"{name}.json"
-    record = Record.read(file)
-    drawn = svg.picture(charts.charts(record), *plot.title_of(record))
-    again = f"tilewise report benchmarks/{name}.json --plot benchmarks/{name}.svg"
-    assert file.with_suffix(".svg").read_text(encoding="utf-8") == drawn, again
 
 
 def test_every_document_is_in_the_navigation():

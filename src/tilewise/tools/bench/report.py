@@ -45,7 +45,8 @@ def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None
 
 
 def json_text(data: Any, width: int = 200, indent: int = 0) -> str:
-    """JSON in which every list and object that fits on a line of `width` stands on one: records stay short.
+    """JSON in which every list and object that fits on a line of `width` stands on one, and so do values of a longer
+    object that follow each other and are no lists or objects: records stay short.
 
     >>> print(json_text({"device": "cpu", "rows": [{"ms": 1.5}, {"ms": 2.5}]}, width=24))
     {
@@ -55,13 +56,31 @@ def json_text(data: Any, width: int = 200, indent: int = 0) -> str:
       {"ms": 2.5}
      ]
     }
+    >>> print(json_text({"a": 1, "b": 2, "rows": ["x" * 9] * 2}, width=24))
+    {
+     "a": 1, "b": 2,
+     "rows": [
+      "xxxxxxxxx",
+      "xxxxxxxxx"
+     ]
+    }
     """
     line = json.dumps(data, allow_nan=False)
     if indent + len(line) <= width or not data or not isinstance(data, dict | list | tuple):
         return line
     start, deeper = "\n" + " " * (indent + 1), indent + 1
     if isinstance(data, Mapping):
-        inside = [f"{json.dumps(str(key))}: {json_text(value, width, deeper)}" for key, value in data.items()]
+        inside, last = [], False  # whether the last line may take another value
+        for key, value in data.items():
+            text, plain = (
+                f"{json.dumps(str(key))}: {json_text(value, width, deeper)}",
+                not isinstance(value, dict | list),
+            )
+            if plain and last and deeper + len(inside[-1]) + len(text) + 2 <= width:
+                inside[-1] += f", {text}"
+            else:
+                inside.append(text)
+            last = plain
     else:
         inside = [json_text(value, width, deeper) for value in data]
     left, right = "{}" if isinstance(data, Mapping) else "[]"

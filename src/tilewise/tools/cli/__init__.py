@@ -13,10 +13,10 @@ from types import FrameType
 
 from ... import InvalidArgument, Unsupported, __version__
 from ...core.extras import MissingPackage
-from . import bench, chat, compare, demo, doctor, embed, plan, prove, report, run, scale, serve, tune, verify, warmup
+from . import bench, chat, compare, demo, doctor, embed, plan, prove, report, run, serve, tune, verify, warmup
 from .arguments import BAD_ARGUMENTS
 
-COMMANDS = (doctor, demo, chat, embed, serve, run, plan, scale, bench, report, compare, verify, prove, tune, warmup)
+COMMANDS = (doctor, demo, chat, embed, serve, run, plan, bench, report, compare, verify, prove, tune, warmup)
 AFTERWORD = """\
 exit status: 0 for success, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C and
 143 after SIGTERM, which both keep what is done by then, 141 if the reader of a pipe is gone
