@@ -70,7 +70,8 @@ def json_text(data: Any, width: int = 200, indent: int = 0) -> str:
         return line
     start, deeper = "\n" + " " * (indent + 1), indent + 1
     if isinstance(data, Mapping):
-        inside, last = [], False  # whether the last line may take another value
+        inside: list[str] = []
+        last = False  # whether the last line may take another value
         for key, value in data.items():
             text, plain = (
                 f"{json.dumps(str(key))}: {json_text(value, width, deeper)}",
