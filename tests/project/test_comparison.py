@@ -170,6 +170,16 @@ def merging() -> None:
     same(parts[0].lse, (q @ k[:, :, :5].mT / 8**0.5).logsumexp(-1))
 
 
+def statistics() -> None:
+    q, k, v = qkv()
+    scores = q @ k.mT / 8**0.5
+    p = scores.softmax(-1)
+    _, aux = attention(q, k, v, return_aux=("max_logits", "entropy", "key_mass"))
+    same(aux.max_logits, scores.amax(-1))
+    same(aux.entropy, -(p * p.log()).sum(-1))
+    same(aux.key_mass, p.sum(-2))
+
+
 def gradients_of_scores() -> None:
     q, k, v = qkv()
     mask, k_bias = torch.randn(1, 1, L, L, requires_grad=True), torch.randn(1, 2, L, requires_grad=True)
@@ -252,6 +262,7 @@ CHECKS: dict[str, tuple[str, Callable[[], None]]] = {
     "paged KV": ("any page size", pages),
     "quantised KV": ("int8, int4, 4-bit codebook, fp8", stored),
     "lse, merging partial results": ("both", merging),
+    "largest score, entropy, sums of weights by key": ("yes", statistics),
     "gradients of masks and biases": ("yes", gradients_of_scores),
     "gradients have the same bits each time": ("yes, by default", same_gradients),
     "forward mode, gradients of gradients": ("yes", more_derivatives),
