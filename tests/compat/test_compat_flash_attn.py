@@ -448,7 +448,7 @@ def test_signatures_are_those_of_flash_attention_2():
 def test_refusals():
     q, cu = peaked(1, 4, 2, 8), offsets((4,))
     for options, words in [
-        ({"dropout_p": 0.1}, "dropout_p: got 0.1"),
+        ({"dropout_p": 1.1}, "dropout_p: got 1.1"),
         ({"window_size": 4}, "window_size: got 4"),
         ({"softcap": -1.0}, "softcap"),
         ({"window_size": torch.tensor([1, 2, 3])}, "window_size: got"),

@@ -7,7 +7,6 @@ import torch.nn.functional as F  # noqa: N812
 import beside
 import tilewise
 from beside import judge_beside
-from tilewise import InvalidArgument
 from tilewise.backends.torch import backward as tiled
 from tilewise.compat import flash_attn as fa
 from tilewise.compat import flash_attn_3 as fa3
@@ -120,11 +119,6 @@ def test_deterministic_is_honoured(module, monkeypatch):
         module.flash_attn_qkvpacked_func(torch.stack((q, q, q), 1)[None], **choice).sum().backward()
     forget()
     assert [p.deterministic for p in seen] == [False] * 3 + [True] * 3 + [False] * 3
-
-
-def test_dropout_is_refused():
-    with pytest.raises(InvalidArgument, match="no dropout"):
-        fa.flash_attn_func(Q.clone().requires_grad_(), K, V, dropout_p=0.1)
 
 
 def test_sdpa():

@@ -143,7 +143,7 @@ def test_the_signature_is_torchs():
 def test_refusals():
     q = peaked(1, 2, 4, 8)
     for options, words in [
-        ({"dropout_p": 0.1}, "dropout_p: got 0.1"),
+        ({"dropout_p": 1.1}, "dropout_p: got 1.1"),
         ({"is_causal": True, "attn_mask": torch.ones(4, 4, dtype=torch.bool)}, "attn_mask: got a mask with is_causal"),
         ({"attn_mask": torch.ones(4, 5, dtype=torch.bool)}, "mask: got shape"),
     ]:
@@ -302,6 +302,7 @@ def _counted(monkeypatch):
 
 
 @pytest.mark.usefixtures("_counted")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_fallback():
     """torch serves what tilewise refuses, says so once, and counts."""
     q = peaked(1, 2, 4, 8)
@@ -309,19 +310,20 @@ def test_fallback():
     with sdpa.installed(fallback=True):
         served = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         assert not sdpa.fallbacks
-        with pytest.warns(UserWarning, match="falling back to torch .*dropout_p: got 0.5"):
-            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # a warning would be an error here
+        nested = torch.nested.nested_tensor([q[0], q[0, :, :3]])  # strided
+        with pytest.warns(UserWarning, match="falling back to torch .*query: got a nested tensor of layout"):
+            F.scaled_dot_product_attention(nested, nested, nested)
+        F.scaled_dot_product_attention(nested, nested, nested)  # a warning would be an error here
         out = F.scaled_dot_product_attention(trained, q, q, is_causal=True)
         out.sum().backward()
-        assert sdpa.fallbacks == {"dropout_p": 2}
+        assert sdpa.fallbacks == {"query": 2}
         with pytest.raises(RuntimeError):  # what torch refuses too
             F.scaled_dot_product_attention(q, q[..., :4], q)
     assert served.equal(ours(q, q, q, is_causal=True))
     assert largest_error(out.detach(), torchs(*[q.double()] * 3, is_causal=True)) < 1e-5
     assert trained.grad.abs().sum() > 0
-    with sdpa.installed(), pytest.raises(InvalidArgument, match="dropout_p"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    with sdpa.installed(), pytest.raises(InvalidArgument, match="query"):
+        F.scaled_dot_product_attention(nested, nested, nested)
 
 
 @pytest.mark.parametrize("fast", [True, False])

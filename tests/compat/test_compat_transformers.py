@@ -536,7 +536,7 @@ def test_refusals():
     model = model_of("gpt2")
     q = torch.randn(1, 2, 3, 8)
     for options, words in [
-        ({"dropout": 0.1}, r"dropout: got 0\.1"),
+        ({"dropout": 1.1}, r"dropout_p: got 1\.1"),
         ({"output_attentions": True}, "eager"),
         ({"cache": object()}, "continuous batching"),
     ]:

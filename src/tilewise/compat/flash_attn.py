@@ -2,7 +2,7 @@
 
 Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword: `_flash.options.Later`.
 `flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, and a row that
-sees no key gives 0. There are gradients, but no dropout. `install()` makes these functions importable as `flash_attn`.
+sees no key gives 0. There are gradients. `install()` makes these functions importable as `flash_attn`.
 
 >>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
 >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
@@ -76,7 +76,7 @@ def flash_attn_func(
     """Attention of `q` `[B, Lq, H, D]` over `k`, `v` `[B, Lk, Hkv, D]`.
 
     Args:
-        dropout_p: must be 0.0.
+        dropout_p: the probability that a weight is dropped; `torch.manual_seed` decides which.
         softmax_scale: factor of the scores. Default: `D ** -0.5`.
         causal: query `i` sees keys up to `i + Lk - Lq`.
         window_size: number of visible keys to the left and to the right of the query's own; -1 is unlimited.
@@ -87,7 +87,7 @@ def flash_attn_func(
 
     Returns:
         `out` `[B, Lq, H, D]`; with `return_attn_probs` also `softmax_lse` `[B, H, Lq]` (float32; `-inf` where a row
-        sees no key) and `S_dmask`, which is empty, as in FlashAttention without dropout.
+        sees no key) and `S_dmask`, which is empty: `tilewise.dropout_mask` makes a mask.
     """
     options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
     if not deterministic and torch.is_grad_enabled():
@@ -297,7 +297,7 @@ def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor)
 
 
 def _result(q: torch.Tensor, result: Any, return_attn_probs: bool) -> Result:
-    """The result in FlashAttention's form: lse with heads before rows, and no probabilities without dropout."""
+    """The result in FlashAttention's form: lse with heads before rows, and no probabilities."""
     if not return_attn_probs:
         return result
     return result.out, result.lse.transpose(-1, -2).contiguous(), q.new_empty(0)

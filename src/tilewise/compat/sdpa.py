@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
         value: `[..., Hkv, S, Ev]`.
         attn_mask: bool (True: attend) or float (added to the scores), broadcast to `[..., H, L, S]`; or a `CausalBias`
             of `torch.nn.attention.bias`. Not with `is_causal`.
-        dropout_p: must be 0.0.
+        dropout_p: as there; which weights are dropped differs from torch, for the same `torch.manual_seed`.
         is_causal: query `i` sees keys 0 to `i`, also if `L != S` (top-left alignment).
         scale: factor of the scores. Default: `E ** -0.5`.
         enable_gqa: allow `H` to be a multiple of `Hkv`. Otherwise they are equal, or one of them is 1.
@@ -71,14 +71,11 @@ def scaled_dot_product_attention(
     Returns:
         `[..., H, L, Ev]` in query's dtype; 0 in rows that see no key.
     """
-    if dropout_p != 0.0:
-        remedy = "tilewise has no dropout: train with 0.0, or leave such calls to torch by install(fallback=True)"
-        raise InvalidArgument("dropout_p", dropout_p, "0.0", remedy)
     if is_causal and attn_mask is not None:
         remedy = "tilewise.attention(..., mask=..., causal=True, q_offset=0) takes both"
         raise InvalidArgument("attn_mask", "a mask with is_causal=True", "one of the two, as in torch", remedy)
     if query.is_nested or key.is_nested or value.is_nested:
-        return jagged_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return jagged_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
     if any_autocast():
         query, key, value = autocast(query, query, key, value)
         (attn_mask,) = autocast(query, attn_mask)
@@ -95,13 +92,15 @@ def scaled_dot_product_attention(
         if is_causal and offset != 0:  # torch's flag is aligned to the top left
             attn_mask, is_causal = _lower_right(query, key), False
         grouped = query.shape[1] != key.shape[1]
-        out = _torchs(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+        out = _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     else:
         options: dict[str, Any] = {"causal": is_causal, "q_offset": offset} if is_causal else {}
         if attn_mask is not None:
             options["mask"] = attn_mask
         if scale is not None:
             options["scale"] = scale
+        if dropout_p != 0.0:
+            options["dropout_p"] = dropout_p
         out = attention(query, key, value, **options)
     return out if shape is None else out.reshape(shape)
 

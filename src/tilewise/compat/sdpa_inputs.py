@@ -43,6 +43,7 @@ def jagged_attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    dropout_p: float,
 ) -> torch.Tensor:
     """Attention within the sequences of jagged nested tensors `[B, H, L, E]`; the output has query's sequences."""
     if mask is not None:
@@ -53,8 +54,9 @@ def jagged_attention(
     if value.offsets() is not key.offsets() and not value.offsets().equal(key.offsets()):
         raise InvalidArgument("value", "sequences of other lengths than key", "the same")
     offsets = query.offsets()
+    dropout: dict[str, Any] = {"dropout_p": dropout_p} if dropout_p else {}
     out = varlen_attention(
-        q, k, v, offsets, key.offsets(), causal=is_causal, q_offset=0 if is_causal else None, scale=scale
+        q, k, v, offsets, key.offsets(), causal=is_causal, q_offset=0 if is_causal else None, scale=scale, **dropout
     )
     return torch.nested.nested_tensor_from_jagged(out, offsets).transpose(1, 2)
 

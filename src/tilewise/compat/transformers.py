@@ -119,7 +119,7 @@ def attention_forward(
         key: `[B, Hkv, Lk, D]`, or the contents of a `QuantisedCache` or `LatentCache`.
         value: `[B, Hkv, Lk, Dv]`, or likewise.
         attention_mask: the result of `make_mask`, or the model's own mask `[B, 1 or H, Lq, Lk]`, bool or additive.
-        dropout: must be 0.0.
+        dropout: the probability that a weight is dropped; models pass their own in training.
         scaling: factor of the scores. Default: `D ** -0.5`.
         is_causal: without a mask, query `i` sees keys 0 to `i`. Default: the module's `is_causal`.
         softcap, s_aux: `softcap` and `sinks` of `tilewise.attention`.
@@ -136,8 +136,10 @@ def attention_forward(
     Returns:
         `[B, Lq, H, Dv]`, and None instead of attention weights.
     """
-    _refuse(dropout, output_attentions, cache)
+    _refuse(output_attentions, cache)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if dropout != 0.0:
+        options["dropout_p"] = dropout
     if block_indices is not None:
         indexer: Any = module.indexer
         indices = _keys_of_blocks(block_indices, indexer.block_size, key.shape[2])
@@ -172,12 +174,8 @@ def attention_forward(
     return attention(q, k, v, layout="blhd", **options), None
 
 
-def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
+def _refuse(output_attentions: bool | None, cache: Any) -> None:
     """Refuses arguments of transformers that have no counterpart here."""
-    if dropout != 0.0:
-        names = "attention_dropout, attn_pdrop, attention_probs_dropout_prob or dropout_rate"
-        remedy = f"tilewise has no dropout: set the config's own ({names}) to 0, or call model.eval()"
-        raise InvalidArgument("dropout", dropout, "0.0", remedy)
     if output_attentions:
         remedy = "attn_implementation='eager' has attention weights"
         raise InvalidArgument("output_attentions", output_attentions, "False", remedy)

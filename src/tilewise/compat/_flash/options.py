@@ -91,9 +91,9 @@ def translate(
     later: Later,
 ) -> dict[str, Any]:
     """The options that are set, as keywords of `tilewise.attention`; `keys` is the longest sequence of keys."""
-    if dropout_p != 0.0:
-        raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: train with 0.0 too")
     options: dict[str, Any] = {"causal": causal}
+    if dropout_p != 0.0:
+        options["dropout_p"] = dropout_p
     if softmax_scale is not None:
         options["scale"] = softmax_scale
     if (sides := window(window_size)) is not None:
