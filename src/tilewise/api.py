@@ -13,14 +13,14 @@ import torch
 
 from . import autograd, derivative_ops, differentiation, ops, statistics_ops  # noqa: F401
 from .core import cost, keywords
-from .core.arrays import returner
+from .core.arrays import converter_back
 from .core.dropout import with_seed
 from .core.eager import eager_function
 from .core.expression import mods
 from .core.options import STATISTICS, Array, Options
 from .core.plan import Plan
 from .core.private.torch import is_in_transform
-from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, shows
+from .core.signatures import NAMES, TENSORS, AttentionOptions, Keys, Kind, PagedOptions, VarlenOptions, typed_signature
 from .core.tensors import Tensors
 from .core.tracing import is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
@@ -51,7 +51,7 @@ def attention(
 ) -> tuple[Kind, Aux]: ...
 @overload
 def attention(q: Array, k: Keys, v: Keys, *, return_lse: bool = False, **options: Unpack[AttentionOptions]) -> Any: ...
-@shows(AttentionOptions)
+@typed_signature(AttentionOptions)
 def attention(q: Array, k: Keys, v: Keys, *more: Any, **options: Any) -> Array | AttentionState:
     """Attention of queries over keys and values: prefill, decode, and anything between.
 
@@ -148,7 +148,7 @@ def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
     *, return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> Any: ...  # fmt: skip
-@shows(VarlenOptions)
+@typed_signature(VarlenOptions)
 def varlen_attention(
     q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array, *more: Any, **options: Any
 ) -> Array | AttentionState:
@@ -205,7 +205,7 @@ def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
     *, return_lse: bool = False, **options: Unpack[PagedOptions],
 ) -> Any: ...  # fmt: skip
-@shows(PagedOptions)
+@typed_signature(PagedOptions)
 def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, *more: Any, **options: Any
 ) -> Array | AttentionState:
@@ -394,7 +394,7 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         return ops.call(name, args, options)
 
     call = check(*args, Options(**options))
-    to_caller, backend = returner(args[0]), options.get("backend")
+    to_caller, backend = converter_back(args[0]), options.get("backend")
     planner.check_name(backend)
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .core import keywords
-from .core.arrays import returner, to_tensor
+from .core.arrays import converter_back, to_tensor
 from .core.dropout import with_seed
 from .core.expression.mods import Bound, bind
 from .core.options import Options
@@ -120,7 +120,7 @@ def attention_backward(
             with torch.no_grad():
                 _checked(*tensors, grads, checkable)
         return _traced(tensors, grads, backend, options)
-    back = returner(q)
+    back = converter_back(q)
     with torch.no_grad():
         call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
         _run(call, backend)

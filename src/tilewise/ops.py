@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from . import autograd, differentiation
 from .core import storage
-from .core.arrays import returner, to_tensor
+from .core.arrays import converter_back, to_tensor
 from .core.expression.mods import Bound, mods_of
 from .core.kv_store import RowFormat, Store, WriteSlots
 from .core.options import PLACES, as_chunk, as_flag, as_split_size, as_window, to_int
@@ -96,7 +96,7 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Calls an entry point as an operator. `options` are those that were given; the dict is changed."""
     if is_compiling():
         return traced(name, *args, **options)
-    back = returner(args[0])
+    back = converter_back(args[0])
     names = ("q", "k", "v", *TABLES[name])
     moving = name in autograd.TABLES and in_forward_mode()  # `to_tensor` refuses tangents
 

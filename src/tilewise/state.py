@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .core.arrays import returner, to_tensor
+from .core.arrays import converter_back, to_tensor
 from .core.storage import wide_dtype
 from .dispatch import planner
 from .errors import InvalidArgument
@@ -133,7 +133,7 @@ def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor]
     if not found:
         raise InvalidArgument("states", "an empty sequence", "at least one AttentionState")
     tensors = [AttentionState(*(to_tensor(f"states[{i}]", x) for x in state)) for i, state in enumerate(found)]
-    back = returner(found[0][0])
+    back = converter_back(found[0][0])
     shape, device = tensors[0].out.shape, tensors[0].out.device
     for i, (out, lse) in enumerate(tensors):
         if out.ndim == 0 or out.shape != shape or lse.shape != shape[:-1]:

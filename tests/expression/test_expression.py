@@ -125,7 +125,7 @@ def test_mods_survive_copies_and_pickles():
     bound = bind(lambda s, b, h, q, k: s + torch.ones(3)[h], lambda b, h, q, k: q >= k, torch.device("cpu"))
     for copied in (copy.copy(bound.mods), copy.deepcopy(bound.mods), pickle.loads(pickle.dumps(bound.mods))):
         assert copied is bound.mods
-    assert bound.mods.words == "score_mod and mask_mod"
+    assert bound.mods.described == "score_mod and mask_mod"
     assert bound.mods.differentiable == (0,)
     assert bound.mods.of_score == 1
     assert mods_of("|add s 1.0|%0 -").by_score is None

@@ -17,11 +17,13 @@ def check_hopper(p):
     assert s.DV * s.value_tiles >= p.value_dim
     queries = s.BM * s.chunks * s.chunk_d * s.q_stages
     ring = s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
-    output = 0 if s.lent else s.BM * s.out_columns
-    barriers = 2 * (s.consumers * s.q_stages * (2 if s.lent else 1) + s.k_stages + s.v_stages) + 4
+    output = 0 if s.out_aliases_q_chunks else s.BM * s.out_columns
+    barriers = 2 * (s.consumers * s.q_stages * (2 if s.out_aliases_q_chunks else 1) + s.k_stages + s.v_stages) + 4
     needed = 2 * (queries + ring + output) + BARRIER_BYTES * barriers + SLACK
     assert needed * c.per_processor <= SHARED, (p, c)
-    assert s.k_stages >= s.chunks or s.lent, "a tile's chunks are all needed before the first is released"
+    assert s.k_stages >= s.chunks or s.out_aliases_q_chunks, (
+        "a tile's chunks are all needed before the first is released"
+    )
     fixup = 2 * (64 * s.chunks * s.chunk_d + s.BN * s.chunk_d + 2 * s.BN * min(s.DV, FIXUP_COLUMNS)) + SLACK
     assert fixup <= SHARED, (p, c)
     threads = 128 * (s.consumers * c.consumer_regs + c.producer_regs)

@@ -9,7 +9,7 @@ import torch
 from problem_space import changed
 from tilewise.backends import reference as honest
 from tilewise.core.dropout import kept_scale
-from tilewise.core.mask_rules import near
+from tilewise.core.mask_rules import visible_by_position
 from tilewise.core.problem import Problem
 from tilewise.core.tensors import Sequence, Tensors, sequences
 from tilewise.reference import Scores, attend
@@ -236,7 +236,7 @@ def _(p, t):
 @softmaxes("positions of queries, not of their keys", "positions")
 def _(seq, r: Scores):
     qpos, slots = seq.positions(slice(0, seq.q_len), slice(0, 0))[0], torch.arange(seq.kv_len)
-    return rescored(seq, r.scores, r.visible & near(seq.rules, qpos, slots))
+    return rescored(seq, r.scores, r.visible & visible_by_position(seq.rules, qpos, slots))
 
 
 @reads("q_bias dropped", "q_bias")

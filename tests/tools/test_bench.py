@@ -7,11 +7,11 @@ import torch
 
 from tilewise.tools import workloads
 from tilewise.tools.bench import cpu_suite, machine, measure, run
-from tilewise.tools.bench.bars import Outcome, Row, outcomes, row_table
 from tilewise.tools.bench.cpu_suite import Case, row_of
 from tilewise.tools.bench.measure import Timing, blocks, interleaved, summary
 from tilewise.tools.bench.record import Cell, Record, TimedResult
 from tilewise.tools.bench.tables import tables
+from tilewise.tools.bench.targets import Outcome, Row, outcomes, row_table
 from tilewise.tools.cli import main
 
 TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, quantised=1 << 16, read=1 << 16, matrix=16)
@@ -121,7 +121,7 @@ def test_cases_run_and_are_right(case, monkeypatch):
     result = cpu_suite.measure(case, 0.0)
     ours, peer = result.ways
     assert result.is_right(ours)
-    assert result.beside > 0
+    assert result.over_peer > 0
     assert ours.timing.rounds == peer.timing.rounds == 3
     assert result.flops > 0
     if result.group not in ("decode int8 cache", "decode int4 cache") and "read" not in row_of(result.group).against:
@@ -213,7 +213,7 @@ def test_command_prints_tables_and_writes_json(small_suite, tmp_path, capsys):
     assert data["ceilings"]["sgemm_gflop_per_s"] > 0
     first = data["rows"][0]
     assert (first["bar"], first["least"], len(data["cells"])) == (1.15, 1.0, 2)
-    assert first["worst"] == min(cell.beside for cell in Record.read(file).cells)
+    assert first["worst"] == min(cell.over_peer for cell in Record.read(file).cells)
     assert 0 <= data["cells"][0]["ways"][0]["error"] < data["cells"][0]["allowed"]
     assert [p.name for p in tmp_path.iterdir()] == ["found.json"]
 

@@ -185,8 +185,8 @@ def test_ratios_are_called_speeds_and_the_rest_of_the_time_is_told(suite, tmp_pa
 
 
 def test_a_share_is_of_the_speed_of_reading():
-    assert row_of("decode MHA f32").words(0.5) == "50% of the read speed"
-    assert row_of("prefill f32").words(1.5) == "1.50x as fast as SDPA"
+    assert row_of("decode MHA f32").describe(0.5) == "50% of the read speed"
+    assert row_of("prefill f32").describe(1.5) == "1.50x as fast as SDPA"
 
 
 def test_a_file_is_written_whole_and_a_link_stays_a_link(tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_the_kept_record_with_bars_is_read():
     assert len(found.cells) == sum(map(len, found.groups.values())) >= 50
     assert not found.wrong
     for row in found.rows:
-        assert min(cell.beside for cell in found.groups[row["name"]]) == pytest.approx(row["worst"])
+        assert min(cell.over_peer for cell in found.groups[row["name"]]) == pytest.approx(row["worst"])
 
 
 @pytest.mark.parametrize(

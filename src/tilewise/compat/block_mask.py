@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..core.eager import eager_function
-from ..core.expression.cells import seen
+from ..core.expression.cells import visible_cells
 from ..core.expression.mods import Bound, Mods, bind
 from ..core.mod_tiles import states_of_mod
 from ..core.private.torch import version_of
@@ -111,7 +111,7 @@ def _exact(states: Tensor, bound: Bound, shape: tuple[int, int], tile: tuple[int
     for some in mixed.split(max(1, MOST_CELLS // (tile[0] * tile[1]))):
         b, h, i, j = (x[:, None, None] for x in some.unbind(1))
         cells = {"b": b, "h": h, "q": i * tile[0] + inside[0][:, None], "k": j * tile[1] + inside[1]}
-        visible = seen(bound.mods, cells, bound.tensors)
+        visible = visible_cells(bound.mods, cells, bound.tensors)
         assert visible is not None
         outside = (cells["q"] >= shape[0]) | (cells["k"] >= shape[1])
         visible = visible.expand(outside.shape)

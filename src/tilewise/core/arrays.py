@@ -83,7 +83,7 @@ def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def returner(like: Any) -> Callable[[torch.Tensor], Any]:
+def converter_back(like: Any) -> Callable[[torch.Tensor], Any]:
     """A function that turns a result tensor into the kind of array that `like` is."""
     if isinstance(like, torch.Tensor):
         return lambda x: x

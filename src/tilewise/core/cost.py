@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .expression.cells import cells_of
-from .expression.cells import seen as visible_to
+from .expression.cells import visible_cells as visible_to
 from .mod_tiles import mod_states
 from .plan import Cost
 from .problem import Problem

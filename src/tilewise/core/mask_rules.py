@@ -128,7 +128,7 @@ class MaskRules:
             keys = min(keys, (left + 1) / step + (kv_len if right is None else right / step))
         return min(keys, self.chunk / step) if self.chunk else keys
 
-    def words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """The position rules in words, as the options are written."""
         left, right = self.window
         words = ["causal" * self.causal, f"window ({left}, {right})" * (self.window != (None, None))]
@@ -146,7 +146,7 @@ class MaskRules:
         >>> print(MaskRules(causal=True, window=(255, None)), MaskRules(), sep=" | ")
         causal, window (255, None) | none
         """
-        return ", ".join(self.words()) or "none"
+        return ", ".join(self.describe()) or "none"
 
 
 NO_RULES = MaskRules()
@@ -275,7 +275,7 @@ def key_spans(
     return lo, hi
 
 
-def near(rules: MaskRules, qpos: torch.Tensor, kpos: torch.Tensor) -> torch.Tensor:
+def visible_by_position(rules: MaskRules, qpos: torch.Tensor, kpos: torch.Tensor) -> torch.Tensor:
     """The rules cell by cell: whether queries at `qpos` see keys at `kpos`, which broadcast against each other."""
     left, right = rules.window
     seen = torch.ones((), dtype=torch.bool, device=qpos.device).expand(torch.broadcast_shapes(qpos.shape, kpos.shape))

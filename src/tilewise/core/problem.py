@@ -88,14 +88,14 @@ def no_alibi_by_tree(problem: Problem) -> str | None:
 
 def no_mods(problem: Problem) -> str | None:
     """The refusal of a backend without functions of the user; None if the problem has none."""
-    return None if problem.mods is None else f"it has no {problem.mods.words} yet"
+    return None if problem.mods is None else f"it has no {problem.mods.described} yet"
 
 
 def no_mods_by_tree(problem: Problem) -> str | None:
     """The refusal of a backend whose functions are given the numbers of keys, not a tree's positions."""
     if problem.mods is None or not problem.positions:
         return None
-    return f"it has no {problem.mods.words} by positions of a tree"
+    return f"it has no {problem.mods.described} by positions of a tree"
 
 
 def no_dropout(problem: Problem) -> str | None:
@@ -252,13 +252,13 @@ class Problem:
             f"gqa {self.group}" * (self.group > 1),
             "V in K" * self.v_in_k,
             f"{self.k_shared_dim} columns of k shared" * bool(self.k_shared_dim),
-            *self.rules.words(),
+            *self.rules.describe(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,
             "q_bias" * self.q_bias,
             "k_bias" * self.k_bias,
             "sinks" * self.sinks,
-            "" if self.mods is None else self.mods.words,
+            "" if self.mods is None else self.mods.described,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "" if self.selection is None else str(self.selection),
             "tree mask" * self.tree,

@@ -99,7 +99,7 @@ class PagedCacheOptions(BatchOptions, total=False):
     counts: Array | None
 
 
-def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
+def typed_signature(options: Any, lse: bool = True) -> Callable[[Function], Function]:
     """Decorator: gives a function of `**options` a signature that names them, with the defaults of `Options`.
 
     `lse`: it has `return_lse` and `return_aux` too, which are not in the types because the overloads differ in them.

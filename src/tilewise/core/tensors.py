@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .dropout import kept_cells, kept_scale
-from .mask_rules import MaskRules, key_spans, near
+from .mask_rules import MaskRules, key_spans, visible_by_position
 from .problem import CAPTURED, GRADS, Problem, captured_number
 from .storage import StorageFormat
 from .tile_map import TileMap
@@ -294,7 +294,7 @@ class Sequence:
         before = max(0, own - cols.start)  # these keys are before the tree
         seen = tree[self.b, rows, max(cols.start - own, 0) : cols.stop - own]
         if self.tensors.positions is not None:
-            seen = seen & near(self.rules, *self.positions(rows, slice(cols.start + before, cols.stop)))
+            seen = seen & visible_by_position(self.rules, *self.positions(rows, slice(cols.start + before, cols.stop)))
         return torch.nn.functional.pad(seen, (before, 0), value=True)
 
     def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n or 1, m or 1]

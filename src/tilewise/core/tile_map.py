@@ -15,7 +15,7 @@ from .devices import as_device
 from .expression.mods import Mods, bind
 from .mod_tiles import states_of_mod
 from .options import LIMIT, Options, RuleOptions, as_block, as_offset, as_size, as_tile, is_int, to_int
-from .signatures import MaskMod, shows
+from .signatures import MaskMod, typed_signature
 from .tile_blocks import any_in_tiles, best_of, indices_of, regroup, states_of
 from .tile_spans import span_tiles
 from .tile_spec import TileMapSpec, spec_of
@@ -120,7 +120,7 @@ class TileMap:
         return cls(states, (BQ, BK), shape, mask_kind="bool" if is_bool else "float")
 
     @classmethod
-    @shows(RuleOptions, lse=False)
+    @typed_signature(RuleOptions, lse=False)
     def from_spec(
         cls,
         Lq: int,

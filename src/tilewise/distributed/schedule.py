@@ -1,6 +1,6 @@
 """The schedule: which rank needs which keys in which round, and what it computes with them. Plain functions of sizes.
 
-A rank's *rounds* come from two functions. `meet` says which rows of some queries see which of some keys: one interval
+A rank's *rounds* come from two functions. `intersect` says which rows of some queries see which of some keys: one interval
 each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t before; in
 a gather, one round brings all. Owners send keys directly to the ranks that see them, and only the rows that are seen:
 hidden keys are neither sent nor computed.
@@ -128,7 +128,7 @@ def joined(parts: Iterable[Span]) -> list[Span]:
     return kept
 
 
-def meet(task: Task, a: Span, b: Span) -> Pair | None:
+def intersect(task: Task, a: Span, b: Span) -> Pair | None:
     """The rows of `a` that see keys of `b` and the keys that they see; None if there are none."""
     rows: list[Range] = []
     keys: list[Range] = []
@@ -163,7 +163,7 @@ def meetings(task: Task, queries: Sequence[Span], keys: Sequence[Span]) -> list[
     by_doc = defaultdict(list)
     for span in keys:
         by_doc[span.doc].append(span)
-    return [pair for a in queries for b in by_doc[a.doc] if (pair := meet(task, a, b)) is not None]
+    return [pair for a in queries for b in by_doc[a.doc] if (pair := intersect(task, a, b)) is not None]
 
 
 def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:

@@ -10,7 +10,7 @@ import torch
 from ..api import paged_attention
 from ..core import keywords
 from ..core.eager import eager
-from ..core.mask_rules import NO_RULES, near
+from ..core.mask_rules import NO_RULES, visible_by_position
 from ..core.options import Options, as_rules
 from ..errors import InvalidArgument
 from ..kv_cache import checks
@@ -106,7 +106,7 @@ class ShardedBatch:
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
         rules = {name: options.pop(name) for name in RULES if name in options}
-        visible = near(as_rules(Options(**rules | {"causal": causal})), queries, keys)
+        visible = visible_by_position(as_rules(Options(**rules | {"causal": causal})), queries, keys)
         return {"causal": False, "mask": visible[:, None]}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.arrays import returner, to_tensor, to_write
+from ..core.arrays import converter_back, to_tensor, to_write
 from ..core.options import PLACES, is_int
 from ..errors import InvalidArgument
 from ..state import map_result
@@ -84,7 +84,7 @@ def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, An
 def _attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
     if not rotate:
         return call(q, **options)
-    back, out = returner(q), options.pop("out", None)
+    back, out = converter_back(q), options.pop("out", None)
     result = call(hadamard.rotate(to_tensor("q", q)), **options)
 
     def rotated(x: torch.Tensor) -> Any:

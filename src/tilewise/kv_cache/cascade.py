@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..api import paged_attention
-from ..core.arrays import returner, to_tensor
+from ..core.arrays import converter_back, to_tensor
 from ..core.mask_rules import MaskRules
 from ..core.options import PLACES
 from ..core.tensors import SharedPrefix
@@ -187,7 +187,7 @@ def run(
     options: dict[str, Any],
 ) -> Any:
     """Runs both calls and merges them. `q` is packed `[T, H, D]`, or `[B, H, Lq, D]`, all of whose rows are queries."""
-    back, q = returner(q), to_tensor("q", q)
+    back, q = converter_back(q), to_tensor("q", q)
     seq_major, lse, out = (options.pop(name, None) for name in ("layout", "return_lse", "out"))
     packed = q.ndim == 3
     rows = q if packed else (q if seq_major == "blhd" else q.transpose(1, 2)).flatten(0, 1)  # [T, H, D]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..api import attention, paged_attention
-from ..core.arrays import returner, to_tensor
+from ..core.arrays import converter_back, to_tensor
 from ..core.devices import as_device
 from ..core.dropout import with_seed
 from ..core.eager import eager
@@ -19,7 +19,7 @@ from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, Aux, map_result, merge, same
 from . import checks, copies, hadamard, ring
 from .attend_call import attend, check_width, copy_to_out, is_seq_major, needs_packed, refuse, rounded
-from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
+from .formats import allocate_or_refuse, check_rotation, described, flag, formats_of, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
@@ -90,8 +90,10 @@ class KVCache:
         check_rotation(self)
         self.device = as_device(device)
         sizes = {"batch": self.batch, "kv_heads": self.kv_heads, "capacity": self.capacity}
-        none = np.zeros((2, self.batch), dtype=np.int32)
-        self.store = RowStore(*room(lambda: empty_rows(self), **sizes), *none)  # what batches, copies and files work on
+        k, v = allocate_or_refuse(lambda: empty_rows(self), **sizes)
+        self.store = RowStore(
+            k, v, *np.zeros((2, self.batch), dtype=np.int32)
+        )  # what batches, copies and files work on
 
     def __copy__(self) -> KVCache:
         return copy.deepcopy(self)
@@ -311,7 +313,7 @@ class KVCache:
         options.pop("q_offset", None)
         aux = options.pop("return_aux", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
-        back, q = returner(q), to_tensor("q", q)
+        back, q = converter_back(q), to_tensor("q", q)
         states = []
         absolute = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "dropout_seed"))
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):

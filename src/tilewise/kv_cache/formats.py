@@ -37,7 +37,7 @@ def size(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> in
     return number
 
 
-def room(make: Callable[[], Made], **sizes: int) -> Made:
+def allocate_or_refuse(make: Callable[[], Made], **sizes: int) -> Made:
     """Calls `make`, which allocates memory. Errors become `InvalidArgument`, except a GPU that is out of memory."""
     try:
         return make()

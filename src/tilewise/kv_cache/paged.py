@@ -18,7 +18,7 @@ from . import checks, copies, hadamard, transfer
 from .attend_call import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
-from .formats import MOST_LAYERS, check_rotation, described, flag, formats_of, room, size, token_bytes
+from .formats import MOST_LAYERS, allocate_or_refuse, check_rotation, described, flag, formats_of, size, token_bytes
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
@@ -94,8 +94,10 @@ class PagedKVCache:
         check_rotation(self)
         self.device = as_device(device)
         sizes = {name: getattr(self, name) for name in ("num_pages", "page_size", "kv_heads", "layers")}
-        k, v = room(lambda: empty_pages(self), **sizes)
-        sequences = room(lambda: Sequences(self.num_pages, self.page_size, self.layers, self.device), **sizes)
+        k, v = allocate_or_refuse(lambda: empty_pages(self), **sizes)
+        sequences = allocate_or_refuse(
+            lambda: Sequences(self.num_pages, self.page_size, self.layers, self.device), **sizes
+        )
         self.store = PageStore(k, v, sequences)  # what batches, copies and files work on
 
     def __copy__(self) -> PagedKVCache:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.arrays import returner, to_tensor
+from ..core.arrays import converter_back, to_tensor
 from ..errors import InvalidArgument
 from ..state import map_result
 from .attend_call import copy_to_out, is_seq_major
@@ -21,7 +21,7 @@ def attend_packed(q: Any, cu_seqlens: torch.Tensor, call: Callable[..., Any], op
 
     The host reads no lengths, so that a graph can replay this for others.
     """
-    back, q, seq_major = returner(q), to_tensor("q", q), is_seq_major(options)
+    back, q, seq_major = converter_back(q), to_tensor("q", q), is_seq_major(options)
     batch = len(cu_seqlens) - 1
     if q.ndim != 4 or q.shape[0] != batch:
         raise InvalidArgument("q", f"shape {tuple(q.shape)}", f"rank 4 with {batch} rows, one for each sequence")

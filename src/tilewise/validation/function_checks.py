@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.expression.bounds import Range, point
-from ..core.expression.cells import Cells, cells_of, seen
+from ..core.expression.cells import Cells, cells_of, visible_cells
 from ..core.expression.evaluate import evaluate
 from ..core.expression.intervals import proven_inside, ranges
 from ..core.expression.node import Node, in_order
@@ -41,7 +41,7 @@ def _check_tile(seq: Sequence, loads: list[Node], rows: slice, cols: slice) -> N
     lo, hi = seq.spans(rows)
     j = torch.arange(cols.start, cols.stop, device=kpos.device)
     visible = (lo <= j) & (j < hi)
-    if (kept := seen(mods, cells, captured)) is not None:
+    if (kept := visible_cells(mods, cells, captured)) is not None:
         visible = visible & kept
     for load, dim in unproven:
         node = list(load.children)[dim]

@@ -171,16 +171,16 @@ def test_tiles_cover_the_heads_and_fit(D, Dv):
     s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= D
     assert s.DV * s.value_tiles >= Dv
-    assert s.k_stages >= s.chunks or s.lent
-    assert s.out_columns in (s.DV, s.DV // 2) or s.lent
+    assert s.k_stages >= s.chunks or s.out_aliases_q_chunks
+    assert s.out_columns in (s.DV, s.DV // 2) or s.out_aliases_q_chunks
     rows = s.consumers * s.chunks * 64 * s.q_stages
     elements = rows * s.chunk_d + s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
-    if s.lent == 0:
+    if s.out_aliases_q_chunks == 0:
         elements += s.BM * s.out_columns
     else:
         assert s.out_columns == s.chunk_d  # it waits in chunks of q, and not in all of them
-        assert s.lent * s.chunk_d == s.DV
-        assert s.lent < s.chunks
+        assert s.out_aliases_q_chunks * s.chunk_d == s.DV
+        assert s.out_aliases_q_chunks < s.chunks
         # Pieces of values are as large as chunks of keys, and the first keys have room beside them.
         assert s.v_stages == 0
         assert s.BN // s.pieces * s.DV == s.BN * s.chunk_d

@@ -62,11 +62,11 @@ def check_barriers(main):
     The memory of one that nobody waits at would be given to a tile as well (see `new_scheduler`).
     """
     s = main.spec
-    query_parts = 2 if s.lent else 1
+    query_parts = 2 if s.out_aliases_q_chunks else 1
     rings = s.consumers * s.q_stages * query_parts + s.k_stages + s.v_stages
     assert len(main.barrier_places) == 2 * rings + 4 * main.dynamic
     elements = s.BM * s.chunks * s.chunk_d * s.q_stages + s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
-    if s.lent == 0:
+    if s.out_aliases_q_chunks == 0:
         elements += s.BM * s.out_columns
     assert min(main.barrier_places) >= 2 * elements
 

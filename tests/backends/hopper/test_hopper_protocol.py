@@ -20,7 +20,7 @@ def launch(D, Dv=0, length=4096, causal=False):
     )  # fmt: skip
     c = config.config_of(p)
     s = config.spec(p, c)
-    return c.consumers, s.chunks, s.pieces, s.q_stages, s.k_stages, s.v_stages, s.lent, s.overlaps
+    return c.consumers, s.chunks, s.pieces, s.q_stages, s.k_stages, s.v_stages, s.out_aliases_q_chunks, s.overlaps
 
 
 LAUNCHES = {

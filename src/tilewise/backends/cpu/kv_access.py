@@ -70,7 +70,7 @@ def tree_position(positions, row):
 
 
 @jit
-def is_far(p, position, key_position):
+def hidden_by_position(p, position, key_position):
     """Whether the rules hide a key from a query by their positions."""
     rules, behind = p.rules, position - key_position
     if (rules.causal and behind < 0) or (rules.has_left and behind > rules.left):

@@ -132,7 +132,7 @@ def plain_key_span(position, n_keys, numbers, S: tl.constexpr):
 @triton.jit
 def tree_span(position, n_keys, own_keys, numbers, S: tl.constexpr):
     """The key span `[lo, hi)` of tree nodes at `position`, which are not before any key below `own_keys`. It hides keys
-    below `own_keys`; the others are checked cell by cell (`near`).
+    below `own_keys`; the others are checked cell by cell (`visible_by_position`).
     """
     left, _, chunk, _, _, _ = numbers
     lo = position * 0
@@ -144,7 +144,7 @@ def tree_span(position, n_keys, own_keys, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def near(position, key, numbers, S: tl.constexpr):
+def visible_by_position(position, key, numbers, S: tl.constexpr):
     """Whether a query sees a key by their positions, which broadcast against each other: the rules cell by cell."""
     left, right, chunk, _, _, _ = numbers
     behind = position - key

@@ -10,7 +10,7 @@ from ..gpu.signature import RULES, kernel_from, listed
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
-def held(value: Any) -> Any:
+def as_constexpr(value: Any) -> Any:
     """A value that an aggregate can hold: compile-time values, None included, are wrapped."""
     return value if isinstance(value, base_value) else gl.constexpr(value)
 
@@ -29,7 +29,7 @@ def struct(cls: Any) -> Any:
     @gluon.constexpr_function  # type: ignore[untyped-decorator]
     def init(self: Any, *values: Any) -> None:
         for name, value in zip(kinds, values, strict=True):
-            setattr(self, name, held(value))
+            setattr(self, name, as_constexpr(value))
 
     # Without base classes: since Triton 3.8 those of an aggregate must be aggregates.
     methods = {name: x for each in reversed(cls.__mro__[:-1]) for name, x in vars(each).items() if name[:2] != "__"}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...core.expression.cells import cells_of, modified, seen
+from ...core.expression.cells import cells_of, modified, visible_cells
 from ...core.mask_rules import key_span
 from ...core.mod_tiles import mod_states
 from ...core.plan import Plan
@@ -117,7 +117,7 @@ def with_mods(
     if mods is None:
         return s, visible
     own = cells_of(seq.b, seq.problem.heads, *seq.positions(rows, cols))
-    kept = seen(mods, own, captured)
+    kept = visible_cells(mods, own, captured)
     if mods.score is not None:
         s = modified(mods, s, own, captured)
         kept = s != -torch.inf if kept is None else kept & (s != -torch.inf)

@@ -39,7 +39,7 @@ from .kv_load import (
     values_of,
     work_type,
 )
-from .mask import hide
+from .mask import select_visible
 from .mod_operations import apply_mods
 from .scale_folding import raised_unit, row_maxima, value_scale, value_scales
 from .scale_groups import group_scales, group_sums
@@ -59,7 +59,7 @@ def product(a, b, c, PRECISION: tl.constexpr, FLIP: tl.constexpr):
 
 
 @triton.jit
-def turned(x, FLIP: tl.constexpr):
+def transposed(x, FLIP: tl.constexpr):
     """Keys [BK, W] as the operand `b` of `product`."""
     if not FLIP:
         x = tl.trans(x)
@@ -86,18 +86,22 @@ def dot_keys(
                 # Tensor cores truncate when they accumulate, so chunks are added outside, rounded; by fma, since
                 # Triton would merge a dot and an addition into one accumulating dot.
                 d = product(
-                    q[i], turned(raw.to(work_type(OP)), FLIP), tl.zeros([BM, BK], tl.float32), precision_of(OP), FLIP
+                    q[i],
+                    transposed(raw.to(work_type(OP)), FLIP),
+                    tl.zeros([BM, BK], tl.float32),
+                    precision_of(OP),
+                    FLIP,
                 )
                 s = tl.fma(d, tl.full([BM, BK], 1.0, tl.float32), s)
             elif OP.kind == "plain":
-                s = product(q[i], turned(raw.to(work_type(OP)), FLIP), s, precision_of(OP), FLIP)
+                s = product(q[i], transposed(raw.to(work_type(OP)), FLIP), s, precision_of(OP), FLIP)
             elif OP.factored:
                 k = widened(raw, part, OP, work_type(OP))
                 if leads(OP, i, part):
                     d = tl.zeros([BM, BK], tl.float32)
                     if OP.biased:
                         d += bias[group_of(OP, i, part)][:, None]
-                d = product(q[i * OP.parts + part], turned(k, FLIP), d, precision_of(OP), FLIP)
+                d = product(q[i * OP.parts + part], transposed(k, FLIP), d, precision_of(OP), FLIP)
                 if ends(OP, i, part) and OP.row_groups > 1:
                     scale = group_scales(KS, scale_rows, ok, BM, OP, MASKED)  # [BM, BK]
                     scales = scales + (scale,)
@@ -112,10 +116,10 @@ def dot_keys(
             else:
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
-                s = product(q[i * OP.parts + part], turned(k, FLIP), s, precision_of(OP), FLIP)
+                s = product(q[i * OP.parts + part], transposed(k, FLIP), s, precision_of(OP), FLIP)
     if OP.rest > 0:
         k = load_rest(K, rows, ok, OP, rest_type(S), MASKED)
-        s = product(q[len(OP.widths) * OP.parts], turned(k, FLIP), s, rest_precision(S), FLIP)
+        s = product(q[len(OP.widths) * OP.parts], transposed(k, FLIP), s, rest_precision(S), FLIP)
     return s, chunks, scales
 
 
@@ -273,12 +277,12 @@ def step(
     if MASKED:
         if S.listed and not CLEAN:
             if mixed:
-                s, _ = hide(s, n, ok, row_lo, row_hi, mask, cells, S)
+                s, _ = select_visible(s, n, ok, row_lo, row_hi, mask, cells, S)
             elif S.mods is not None:
                 s, seen = apply_mods(s, visible, cells, S)
                 s = tl.where(seen, s, float("-inf"))
         else:
-            s, visible = hide(s, n, ok, row_lo, row_hi, mask, cells, S)
+            s, visible = select_visible(s, n, ok, row_lo, row_hi, mask, cells, S)
     elif S.mods is not None:
         s, visible = apply_mods(s, visible, cells, S)
         s = tl.where(visible, s, float("-inf"))

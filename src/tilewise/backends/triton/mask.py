@@ -8,7 +8,7 @@ import triton.language as tl
 
 import triton
 
-from ..gpu.mask_rules import near
+from ..gpu.mask_rules import visible_by_position
 from .mod_operations import apply_mods
 
 # Loads one mask cell in the thread that needs it. `tl.load` would impose its coalesced layout: the whole softmax would
@@ -66,7 +66,7 @@ def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
 
 
 @triton.jit
-def hide(s, n, ok, row_lo, row_hi, mask, cells, S: tl.constexpr):
+def select_visible(s, n, ok, row_lo, row_hi, mask, cells, S: tl.constexpr):
     """Adds a float mask, applies functions of the user, selects -inf where a cell is hidden (never adds it); also
     returns visible cells [BM, BK].
     """
@@ -81,7 +81,7 @@ def hide(s, n, ok, row_lo, row_hi, mask, cells, S: tl.constexpr):
         at, qpos, numbers = nodes
         own = n >= own_keys
         kpos = node_position(at, n - own_keys, own & keys_ok, own_keys)
-        visible = visible & (near(qpos[:, None], kpos[None, :], numbers, S) | ~own[None, :])
+        visible = visible & (visible_by_position(qpos[:, None], kpos[None, :], numbers, S) | ~own[None, :])
     if S.mods is not None:
         s, visible = apply_mods(s, visible, cells, S)
     return tl.where(visible, s, float("-inf")), visible

@@ -23,7 +23,7 @@ def cells_of(b: int, heads: int, qpos: Tensor, kpos: Tensor) -> Cells:
     }
 
 
-def seen(mods: Mods, cells: Cells, captured: tuple[Tensor, ...]) -> Tensor | None:
+def visible_cells(mods: Mods, cells: Cells, captured: tuple[Tensor, ...]) -> Tensor | None:
     """What mask_mod leaves visible; None if there is none."""
     return None if mods.mask is None else evaluate([mods.mask], cells, captured, torch.float32)[0]
 

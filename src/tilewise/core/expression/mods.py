@@ -46,7 +46,7 @@ class Mods:
         return f"Mods({self.text!r})"
 
     @property
-    def words(self) -> str:
+    def described(self) -> str:
         return " and ".join(["score_mod"] * (self.score is not None) + ["mask_mod"] * (self.mask is not None))
 
     @cached_property

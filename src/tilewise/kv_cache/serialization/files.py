@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,7 +140,8 @@ def read(
         _expect(path, declared, expected)
         digest, tensors = _digest({name: text for name, text in meta.items() if name != "digest"}, entries), {}
         for name, (shape, dtype) in declared.items():
-            x = tensors[name] = room(path, lambda s=shape, d=dtype: torch.empty(s, dtype=d, device="cpu"))  # type: ignore[misc]
+            make = partial(torch.empty, shape, dtype=dtype, device="cpu")
+            x = tensors[name] = allocate_or_refuse(path, make)
             if x.numel() and file.readinto(_bytes(x)) != x.nbytes:
                 raise refused(path, "a file that was truncated while it was read", "one that nobody is writing")
             digest.update(_bytes(x))
@@ -148,7 +150,7 @@ def read(
     return about, tensors
 
 
-def room(path: Any, make: Callable[[], Any]) -> Any:
+def allocate_or_refuse(path: Any, make: Callable[[], Any]) -> Any:
     """The result of `make()`; the error names the file if there is no memory for it."""
     try:
         return make()

@@ -106,7 +106,7 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
         raise files.refused(
             path, f"{slots} slots", f"{min(capacity, int(length.max(initial=0)))}, as the rows' lengths"
         )
-    cache: KVCache = files.room(path, lambda: kind(**about, device=device))
+    cache: KVCache = files.allocate_or_refuse(path, lambda: kind(**about, device=device))
     for name, x in named_tensors(cache.store.k, cache.store.v):
         as_bytes(x)[:, :, :slots] = as_bytes(tensors[name]).to(cache.device)
     cache.store.set(length, first)
@@ -164,7 +164,7 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
     if (problem := _problem(lists, about)) is not None:
         raise files.refused(path, problem, "sequences and pages that agree")
     created, kept = about.pop("created"), about.pop("kept")
-    cache: PagedKVCache = files.room(path, lambda: kind(**about, device=device))
+    cache: PagedKVCache = files.allocate_or_refuse(path, lambda: kind(**about, device=device))
     for name, x in named_tensors(cache.store.k, cache.store.v):
         as_bytes(x)[:, : len(lists["ids"])] = as_bytes(tensors[name]).to(cache.device)
     cache.store.sequences.restore(lists, created, kept)

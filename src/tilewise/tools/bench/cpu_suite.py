@@ -13,12 +13,12 @@ from ... import Plan, Quantised, attention, paged_attention, plan
 from ...core.storage import FLOATS, QuantDtype
 from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs, normal
 from . import machine
-from .bars import Row
 from .measure import interleaved
 from .oracle import MOST_ERROR, oracle_errors
 from .peers.candidate import OURS, dense_mask
 from .peers.sdpa import sdpa
 from .record import Cell, Record, TimedResult
+from .targets import Row
 
 CPU = torch.device("cpu")
 DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}

@@ -1,6 +1,6 @@
 """The record of a benchmark run: the machine, and every case with the results of its candidates.
 
-That of the suite `cpu` has `rows` too: bars and results (`bars.py`).
+That of the suite `cpu` has `rows` too: bars and results (`targets.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Cell:
         return self.peers[0].timing.seconds / self.ours.timing.seconds
 
     @property
-    def beside(self) -> float:
+    def over_peer(self) -> float:
         """The speed of ours, the first result, relative to the second: in the suite `cpu` the row's peer."""
         return self.ways[1].timing.seconds / self.ways[0].timing.seconds
 

@@ -19,12 +19,12 @@ from ...core.atomic_write import check_target, write_or_rescue
 from ...errors import InvalidArgument
 from ..progress import Screen
 from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report
-from .bars import Row, outcomes, row_table
 from .peers import OURS, installed
 from .record import Cell, Record
 from .scaling import growth_table
 from .suites import SUITES, Scope, Task, scale
 from .tables import tables
+from .targets import Row, outcomes, row_table
 
 INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 WRONG = 1
@@ -175,7 +175,7 @@ def _cpu(options: BenchOptions, half_sdpa: bool, keep: Callable[[Mapping[str, An
 
     def describe_cell(cell: Cell) -> str:
         assert cell.ours is not None
-        return f"{cpu_suite.row_of(cell.group).words(cell.beside)}, error {cell.ours.error:.1e}"
+        return f"{cpu_suite.row_of(cell.group).describe(cell.over_peer)}, error {cell.ours.error:.1e}"
 
     return _measure(items, about, budget, ceilings, describe_cell, keep, cpu_suite.ROWS)
 

@@ -12,7 +12,7 @@ from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, jit, policy_jit, row_to_f32, up
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
-from ..mainloop.nonfinite import sees
+from ..mainloop.nonfinite import is_visible
 from .amx import BLOCK, TILE
 
 
@@ -192,7 +192,7 @@ def pack_functions(tiles):
         for j in range(count):
             if pack_key_row(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1] and parts > 1:
                 for r in range(p.heads // p.kv_heads * item.rows):
-                    bad |= sees(p, t, item, r, tile + j)
+                    bad |= is_visible(p, t, item, r, tile + j)
         if bad:
             release()
             return True

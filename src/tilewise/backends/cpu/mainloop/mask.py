@@ -10,7 +10,7 @@ from ..codegen import dtypes
 from ..codegen.load_store import floats_to_f32, get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
-from ..kv_access import affine, is_far, sequence, tree_position
+from ..kv_access import affine, hidden_by_position, sequence, tree_position
 from .selected_keys import selected_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
@@ -161,7 +161,7 @@ def tree_hides(p, b, i, j):
     if p.positions == 0:
         return False
     positions = affine(p, b, ZERO)
-    return is_far(p, tree_position(positions, i), tree_position(positions, column))
+    return hidden_by_position(p, tree_position(positions, i), tree_position(positions, column))
 
 
 @jit

@@ -25,7 +25,7 @@ def extract_nonfinite(t, count, width):
 
 
 @jit
-def sees(p, t, item, r, key):
+def is_visible(p, t, item, r, key):
     """Whether row r of the item sees a key of the tile whose mask states are in `states`."""
     if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r):
         return False
@@ -52,7 +52,7 @@ def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, r
     """
     for r in range(first_row, first_row + rows):
         for j in range(count):
-            if not sees(p, t, item, r, origin + j):
+            if not is_visible(p, t, item, r, origin + j):
                 continue
             weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
             if p.mod_columns and weight == F(0):  # a function hides it

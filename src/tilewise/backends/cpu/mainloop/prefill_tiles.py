@@ -26,7 +26,7 @@ from ..kv_access import row_address
 from ..scratch import partition_tiles
 from .dropout import drop_tiles, has_dropout
 from .max_free import commit_row_sums_2, is_max_free_2
-from .nonfinite import sees
+from .nonfinite import is_visible
 from .rows import seen_by_some
 from .score_mod import hide_column
 from .scores import apply_score_mods, softmax_scale
@@ -104,7 +104,7 @@ def tiles_gemm(tiles):
             )
             pair = w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2
             for r in range(min(BLOCK, R - row)):
-                if not sees(p, t, item, row + r, tile + j):
+                if not is_visible(p, t, item, row + r, tile + j):
                     continue
                 weight = F(0)
                 for n in range(parts):

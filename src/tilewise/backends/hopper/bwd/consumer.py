@@ -34,7 +34,7 @@ LEFT = gl.constexpr(2)  # or after the last one
 
 
 @gluon.jit
-def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
+def select_visible(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
     """P^T [64, BM] of query block i with 0 in hidden cells: key j is seen by rows lo[j] .. hi[j] - 1.
 
     A thread's columns are 8 m + j, with few j, known at run time, and many m, known at compile time: each cell costs
@@ -118,7 +118,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
                 x = masked(x, a.scale, load_mask(a, buf, w, u, i, g, C), minus_lse) * (1.0 / (a.scale * LOG2E))
                 release_mask(a)
         p = gl.exp2(x * (a.scale * LOG2E))  # P^T [64, BM]
-    p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+    p = select_visible(p, i, lo, hi, score_layout(a.S), EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     if a.S.softcap and a.S.mask:
         release_mask(a)
@@ -185,7 +185,7 @@ def hidden_step(a, buf, u, C: gl.constexpr):
 def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     for u in range(begin, end):
         if EDGES > 0 and a.S.BM == 64:  # a tile of 64 x 64 at an edge may have no visible cell
-            if w.sees(a, i, C):
+            if w.any_visible(a, i, C):
                 dk, dv = step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C, EDGES)
             else:
                 hidden_step(a, buf, u, C)

@@ -49,7 +49,7 @@ class Work:
         return at
 
     @gluon.jit
-    def sees(self, a, i, C: gl.constexpr):
+    def any_visible(self, a, i, C: gl.constexpr):
         """Whether a row of query block i sees one of the 64 keys of consumer C."""
         key = self.n * 128 + C * 64
         seen = key < self.kv_len

@@ -213,7 +213,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         q_stages=c.q_stages,
         k_stages=c.k_stages,
         v_stages=c.v_stages,
-        lent=DV // width if c.lends else 0,
+        out_aliases_q_chunks=DV // width if c.lends else 0,
         out_columns=c.out_columns or DV,
         overlaps=c.overlaps,
         late_wait=c.late_wait,

@@ -171,7 +171,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
         last_l = l
         m, l = no_sums(a)
         apart = more  # the first scores of the next work tile are still to be computed
-        if a.S.lent > 0:
+        if a.S.out_aliases_q_chunks > 0:
             o = last_tile(a, keys, values, end, next_begin, p, o)
         else:
             # Only few tiles can be skipped before P V: for more, the producer needs the stage that P V reads.
@@ -192,7 +192,7 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
         if a.S.guard:
             flag_nonfinite(a, o, rows, coord.index, C)
         store(a, w, o, lse, rows, outs, C)
-        if a.S.lent > 0:
+        if a.S.out_aliases_q_chunks > 0:
             tma_store_wait(0)
             queries.release(i, C, 1)
         if apart:

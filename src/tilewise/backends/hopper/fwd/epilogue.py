@@ -55,7 +55,7 @@ def send(a, w, o, outs, C, PART: gl.constexpr):
     """Stores the columns of O with number PART, through shared memory."""
     COLUMNS: gl.constexpr = a.S.out_columns
     column = w.value_tile * a.S.DV + PART * COLUMNS
-    if a.S.lent == 0:
+    if a.S.out_aliases_q_chunks == 0:
         tile = outs.index(C)
         tma_store_wait(0)  # until the store before has read the buffer
         thread_barrier()

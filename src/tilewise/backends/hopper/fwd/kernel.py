@@ -20,12 +20,12 @@ from .tile_scheduler import new_scheduler
 def prefill(a):
     CONSUMERS: gl.constexpr = a.S.consumers
     scheduler = new_scheduler(a.COUNTER, CONSUMERS)
-    queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks, a.S.lent)
+    queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks, a.S.out_aliases_q_chunks)
     keys = new_ring(a.k, a.S.k_stages, CONSUMERS)
     values = keys
     if a.S.v_stages > 0:
         values = new_ring(a.v, a.S.v_stages, CONSUMERS)
-    if a.S.lent == 0:
+    if a.S.out_aliases_q_chunks == 0:
         outs = gl.allocate_shared_memory(a.o.dtype, [CONSUMERS, 1, 1, 64, a.S.out_columns], a.o.layout)
     else:
         outs = queries.tiles

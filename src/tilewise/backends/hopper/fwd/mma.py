@@ -3,7 +3,7 @@
 from ...gpu.gluon import PAIRED_WEIGHTS, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from .layouts import halves, out_layout, score_layout
 from .pipeline import key_use, piece_of, value_use
-from .softmax import LATE, hide, logits, no_sums, weights
+from .softmax import LATE, logits, no_sums, select_visible, weights
 
 
 @gluon.jit
@@ -16,13 +16,13 @@ def start_scores(a, queries, keys, i_work, n, C: gl.constexpr, FIRST: gl.constex
     BN: gl.constexpr = a.S.BN
     s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
     for i in gl.static_range(CHUNKS):
-        if FIRST and a.S.lent > 0 and i == CHUNKS - a.S.lent:
+        if FIRST and a.S.out_aliases_q_chunks > 0 and i == CHUNKS - a.S.out_aliases_q_chunks:
             queries.wait_full(i_work, C, 1)
         if i > 0:
             keys.wait_full(key_use(a, n, i))
         k = keys.tile(key_use(a, n, i)).permute((1, 0))  # [columns, BN]
-        at = (i + a.S.lent) % CHUNKS
-        if a.S.lent > 0:
+        at = (i + a.S.out_aliases_q_chunks) % CHUNKS
+        if a.S.out_aliases_q_chunks > 0:
             at += n >> 31  # 0, unknown to the compiler, which would keep two registers for each product
         s = warpgroup_mma(queries.chunk(i_work, C, at), k, s, use_acc=i > 0, is_async=True)
         if i > 0:
@@ -45,7 +45,7 @@ def to_weights(a, s, m, l, rows, tile, MASKED: gl.constexpr, KEEPS: gl.constexpr
     if not a.S.linear:
         s = logits(a, s, rows, columns)
     if MASKED:
-        s, _ = hide(a, s, rows, tile)
+        s, _ = select_visible(a, s, rows, tile)
     p, m, l, alpha = weights(a, s, m, l, LATER, MASKED)
     return p, m, l, gl.convert_layout(alpha, gl.SliceLayout(1, out_layout(a.S)))
 

@@ -17,13 +17,13 @@ from .consumer import own_tiles, rows_of
 from .epilogue import nonfinite_rows, store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
 from .mma import left_operand
-from .softmax import GROWTH, LATE, finalise, hide, logits, no_sums, weights
+from .softmax import GROWTH, LATE, finalise, logits, no_sums, select_visible, weights
 from .tile_scheduler import locate, tile_count, work_tile_at
 from .tiles import tile_list
 
 
 @gluon.jit
-def bring(desc, at, tile, full, turn):
+def load_and_wait(desc, at, tile, full, turn):
     """Loads a tile to shared memory by TMA and waits for it; returns how often `full` has been used."""
     mbarrier.expect(full, desc.block_type.nbytes)
     tma_load(desc, at, full, tile)
@@ -60,11 +60,13 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
         row = w.kv_start + tile * BN
         s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
         for i in gl.static_range(CHUNKS):
-            column_at = (i + a.S.lent) % CHUNKS * WIDTH  # in the order of `fill_keys`
-            turn = bring(a.k, [w.kv_b, w.head // a.group, row, column_at], k_s, full, turn)
+            column_at = (i + a.S.out_aliases_q_chunks) % CHUNKS * WIDTH  # in the order of `fill_keys`
+            turn = load_and_wait(a.k, [w.kv_b, w.head // a.group, row, column_at], k_s, full, turn)
             k = k_s.reshape([BN, WIDTH]).permute((1, 0))
-            s = warpgroup_mma(q_s.index((i + a.S.lent) % CHUNKS).reshape([64, WIDTH]), k, s, use_acc=i > 0)
-        turn = bring(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
+            s = warpgroup_mma(
+                q_s.index((i + a.S.out_aliases_q_chunks) % CHUNKS).reshape([64, WIDTH]), k, s, use_acc=i > 0
+            )
+        turn = load_and_wait(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
         values = v_s.reshape([BN, DV])
         odd = is_nonfinite(values.load(wide_layout(DV)))
         if odd:  # not where only max-free tiles overflowed
@@ -77,7 +79,7 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
         columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
         if not a.S.linear:
             s = logits(a, s, rows, columns)
-        s, visible = hide(a, s, rows, tile)
+        s, visible = select_visible(a, s, rows, tile)
         late = LATE
         if a.S.max_free:  # sums over 2^GROWTH were flagged: in rows that were right, m stays here too
             late = gl.where((n < right) | (n >= left), LATE, GROWTH)
@@ -106,7 +108,7 @@ def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
     tiles = tile_list(a, w)
     start, right, left, end = own_tiles(a, w, tiles, 0, c)
     for j in gl.static_range(CHUNKS):
-        turn = bring(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
+        turn = load_and_wait(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
     exact = rows.row < 0  # none
     more = 1
     while more != 0:

@@ -10,7 +10,7 @@ from .tiles import tile_list
 def fill_keys(a, w, keys, n, tile, BEGIN: gl.constexpr, END: gl.constexpr):
     """Loads chunks of a key tile, in the order in which they are multiplied."""
     for i in gl.static_range(BEGIN, END):
-        column = (i + a.S.lent) % a.S.chunks * a.S.chunk_d
+        column = (i + a.S.out_aliases_q_chunks) % a.S.chunks * a.S.chunk_d
         keys.fill(key_use(a, n, i), a.k, [w.kv_b, w.head // a.group, w.kv_start + tile * a.S.BN, column])
 
 
@@ -38,7 +38,7 @@ def fill_first(a, w, queries, keys, i, n, tile):
     """
     CHUNKS: gl.constexpr = a.S.chunks
     ROOM: gl.constexpr = min(CHUNKS, a.S.k_stages)
-    if a.S.lent == 0:
+    if a.S.out_aliases_q_chunks == 0:
         fill_keys(a, w, keys, n, tile, 0, CHUNKS)
         fill_queries(a, w, queries, i, 0)
     else:

@@ -94,7 +94,7 @@ def logits(a, s, rows, columns):
 
 
 @gluon.jit
-def hide(a, s, rows, tile):
+def select_visible(a, s, rows, tile):
     """Selects -inf where a cell is hidden (never adds it); also returns visible cells [64, BN].
 
     A thread's columns are 8 i + j: few j (from its index among four threads, unknown to the compiler) and many i

@@ -21,7 +21,7 @@ class Spec(Flags):
     q_stages: int  # work tiles whose query rows are in shared memory
     k_stages: int  # chunks of keys in shared memory
     v_stages: int  # tiles of values in their own ring; 0: they are in the ring of the keys, in pieces
-    lent: int  # first chunks of q, whose memory the output reuses as its buffer for TMA; 0: it has its own
+    out_aliases_q_chunks: int  # leading chunks of q whose shared memory the output tile reuses; 0: none
     out_columns: int  # columns of the output in that buffer at a time
     overlaps: bool  # in tiles without hidden cells, a warpgroup's softmax overlaps its own P V
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would

@@ -123,7 +123,7 @@ def send(a, sh, p, m, higher, b: gl.constexpr):
 
 
 @gluon.jit
-def stay(sh, u, half: gl.constexpr):
+def scheduling_fence(sh, u, half: gl.constexpr):
     """A wait that always succeeds; its branch stops ptxas from moving instructions across it."""
     EACH: gl.constexpr = sh.S.pieces // 2
     mbarrier.wait(sh.full[half * EACH], u & 1)
@@ -177,7 +177,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
-    stay(sh, u, 3)  # the wait for P0 V0 is not moved above it
+    scheduling_fence(sh, u, 3)  # the wait for P0 V0 is not moved above it
     o0, p = warpgroup_mma_wait(0, deps=(o[0], p))
     o = (o0,)
     send(a, sh, p, m, higher, 1)

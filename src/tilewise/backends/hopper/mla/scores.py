@@ -48,7 +48,7 @@ def scales_of(sh, u, b: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr,
 
 
 @gluon.jit
-def hide(s, base, hi):
+def select_visible(s, base, hi):
     """-inf where a key of the block that begins at `base` is not below `hi` [64]; comparisons are with constants."""
     column = gl.arange(0, 64, gl.SliceLayout(0, SCORE))
     i8 = column & -8
@@ -63,5 +63,5 @@ def visible(a, sh, s, u, base, hi, masked, b: gl.constexpr):
         ok = sh.ok[0].index((u & 1) * 2 + b).load(gl.SliceLayout(0, SCORE))
         s = gl.where(ok[None, :] > 0, s, float("-inf"))
     elif masked:
-        s = hide(s, base, hi)
+        s = select_visible(s, base, hi)
     return s

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ....core.mask_rules import NO_RULES, near
+from ....core.mask_rules import NO_RULES, visible_by_position
 from ....core.problem import MaskSpec, Problem
 from ....core.tensors import Tensors
 
@@ -124,4 +124,4 @@ def tree_cells(problem: Problem, t: Tensors) -> torch.Tensor:  # [B, 1, Lq, Lk]
     qpos = torch.maximum(t.positions.expand(p.batch, -1).long(), own_keys)  # [B, Lq]
     kpos = torch.where(node < 0, key, qpos.gather(1, column))
     tree = t.tree_mask.expand(p.batch, -1, -1).gather(2, column[:, None].expand(-1, p.q_len, -1))
-    return ((tree | (node < 0)[:, None]) & near(p.rules, qpos[..., None], kpos[:, None]))[:, None]
+    return ((tree | (node < 0)[:, None]) & visible_by_position(p.rules, qpos[..., None], kpos[:, None]))[:, None]

@@ -2,7 +2,7 @@
 
 from ....gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ..arguments import tile
-from ..consumer import capped, hide
+from ..consumer import capped, select_visible
 from ..products import part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
@@ -61,14 +61,14 @@ def weights(a, buf, stage, s, i, rows, EDGES: gl.constexpr):
             p, slope = capped(a, s, gl.zeros_like(s) + minus_lse[:, None])
         else:
             p, slope = capped(a, s, buf.lse.index(stage).load(score_layout(a.S)))  # [1, BI]
-        p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+        p = select_visible(p, i, lo, hi, score_layout(a.S), EDGES)
         q = p * slope
     else:
         if a.S.of_queries:
             p = gl.exp2(gl.fma(s, gl.full_like(s, a.scale * LOG2E), gl.zeros_like(s) + minus_lse[:, None]))
         else:
             p = gl.exp2(s * (a.scale * LOG2E))
-        p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+        p = select_visible(p, i, lo, hi, score_layout(a.S), EDGES)
         q = p
     return p, q
 

@@ -1,4 +1,4 @@
-"""Bars: the required results of the rows of the suite `cpu`, and the measured ones."""
+"""Targets: the required results of the rows of the suite `cpu`, and the measured ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     least: float = 0.0  # of each case
     is_share: bool = False  # shown in percent
 
-    def words(self, ratio: float) -> str:
+    def describe(self, ratio: float) -> str:
         """A ratio in words: times as fast as the row's peer, or a share of the read speed."""
         return f"{ratio_text(ratio, self.is_share)} {'of the' if self.is_share else 'as fast as'} {self.against}"
 
@@ -36,24 +36,25 @@ class Outcome:
     @property
     def value(self) -> float | None:
         """The geometric mean over the cells; None if there are none."""
-        return geometric_mean([cell.beside for cell in self.cells]) if self.cells else None
+        return geometric_mean([cell.over_peer for cell in self.cells]) if self.cells else None
 
     @property
     def worst(self) -> Cell | None:
-        return min(self.cells, key=lambda cell: cell.beside, default=None)
+        return min(self.cells, key=lambda cell: cell.over_peer, default=None)
 
     @property
     def verdict(self) -> str:
         if self.value is None or self.worst is None:
             return "not measured"
-        return "reached" if self.value >= self.row.bar and self.worst.beside >= self.row.least else "missed"
+        return "reached" if self.value >= self.row.bar and self.worst.over_peer >= self.row.least else "missed"
 
 
 def outcomes(rows: Iterable[Row], cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Each row with the result of its cases, as plain data."""
     results = [Outcome(row, [cell for cell in cells if cell.group == row.name and cell.ways]) for row in rows]
     return [
-        {**asdict(o.row), "value": o.value, "worst": o.worst and o.worst.beside, "verdict": o.verdict} for o in results
+        {**asdict(o.row), "value": o.value, "worst": o.worst and o.worst.over_peer, "verdict": o.verdict}
+        for o in results
     ]
 
 
@@ -66,7 +67,7 @@ def row_table(record: Record) -> list[str]:
             row["name"], row["against"], _bar(row),
             "-" if row["value"] is None else ratio_text(row["value"], row["is_share"]),
             row["verdict"],
-            "-" if worst is None else f"{ratio_text(worst.beside, row['is_share'])} {worst.name}",
+            "-" if worst is None else f"{ratio_text(worst.over_peer, row['is_share'])} {worst.name}",
         ])  # fmt: skip
     return aligned(lines)
 
