@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import autograd
-from .core.arrays import returner, to_tensor
+from .core.arrays import converter_back, to_tensor
 from .core.options import STATISTICS, Options
 from .core.problem import SMOOTH_STATISTICS
 from .core.tensors import Statistics
@@ -62,7 +62,7 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], kind: str) -
         results = statistics_ops.traced(name, args, lse, own)
     elif wanted:
         results = differentiation.statistics_of(name, args, lse, own)
-    back = returner(args[0])
+    back = converter_back(args[0])
     by_name = dict(zip(wanted, map(back, results), strict=True))
     return state.out, Aux(**by_name, **({"lse": state.lse} if "lse" in names else {}))
 
