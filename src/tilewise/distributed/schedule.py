@@ -1,9 +1,9 @@
 """The schedule: which rank needs which keys in which round, and what it computes with them. Plain functions of sizes.
 
 A rank's *rounds* come from two functions. `intersect` says which rows of some queries see which of some keys: one
-interval each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t before; in
-a gather, one round brings all. Owners send keys directly to the ranks that see them, and only the rows that are seen:
-hidden keys are neither sent nor computed.
+interval each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t
+before; in a gather, one round brings all. Owners send keys directly to the ranks that see them, and only the rows that
+are seen: hidden keys are neither sent nor computed.
 
 Every rank computes the schedules of itself and its peers from the same numbers, so sends and receives match without
 communication.
