@@ -35,7 +35,7 @@ MODS: dict[str, Callable[..., Any]] = {
     "rows": lambda s, b, h, q, k: s - TABLE[h, q % 50] * torch.tanh(s / 9),
     "keys": lambda s, b, h, q, k: s + TABLE[h, k // 3] * 0.5,
     "distances": lambda s, b, h, q, k: 20 * torch.tanh(s / 20) + TABLE[h, q - k + 10000],
-    "buckets": lambda s, b, h, q, k: s + TABLE[h, (torch.log2((q - k).abs() + 1.0) * 4).int()],
+    "buckets": lambda s, b, h, q, k: s + TABLE[h, (torch.log2((q - k).abs() + 1.3) * 4).int()],
 }
 
 
@@ -74,7 +74,8 @@ def check_gradients() -> dict[str, str]:
                               for z in (got, plain))  # fmt: skip
             same = all(torch.equal(x, y) for _ in range(3) for x, y in zip(run("triton"), got, strict=True))
             sizes = [y.abs().max().item() for y in want]
-            bound = [2 * a + 2e-5 * size for a, size in zip(allowed, sizes, strict=True)]
+            ulp = max(torch.finfo(dtype).eps, 2e-5)  # of the largest element
+            bound = [2 * a + ulp * size for a, size in zip(allowed, sizes, strict=True)]
             right = all(e <= a for e, a in zip(error, bound, strict=True))
             words = " ".join(f"{e:.2g}/{a:.2g}" for e, a in zip(error, bound, strict=True))
             found[f"{name} {dtype} D{D}"] = f"{'ok' if right else 'FAILED'} {'' if same else 'OTHER BITS '}{words}"
@@ -130,7 +131,10 @@ def time_calls(flex: bool) -> dict[str, dict[str, float]]:
         for name in ("table by q - k", "capped table", "documents"):
             mod, mask = calls[name].get("score_mod"), calls[name].get("mask_mod")
             block_mask = None if mask is None else create_block_mask(mask, None, None, L, L, device=DEVICE)
-            found[name]["flex forward"] = seconds(lambda: compiled(q, k, v, mod, block_mask))  # noqa: B023
+            try:
+                found[name]["flex forward"] = seconds(lambda: compiled(q, k, v, mod, block_mask))  # noqa: B023
+            except Exception as error:  # Inductor has no configuration that fits
+                print(name, type(error).__name__, str(error).splitlines()[0][:200], flush=True)
     return found
 
 

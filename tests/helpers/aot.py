@@ -25,6 +25,7 @@ from tilewise.backends.triton.bwd.dense_mask import masked_problem
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Launcher
+from tilewise.backends.triton.mod_lists_launch import ModLister
 from tilewise.core.expression.mods import DTYPES
 from tilewise.core.problem import Problem, captured_number
 from tilewise.core.storage import StorageFormat
@@ -198,7 +199,9 @@ def forward_kernels(problem: Problem, target: Target, config: Any = None) -> Ite
         yield inside, arguments
     if bound.orderer is not None:
         yield bound.orderer.kernel, bound.orderer.arguments(t, ints)
-    if bound.lister is not None:
+    if isinstance(bound.lister, ModLister):
+        yield bound.lister.kernel(t), bound.lister.arguments(t) | {"LIST": ints, "RANK": ints}
+    elif bound.lister is not None:
         assert t.mask is not None
         kernel, given = bound.lister.classifier(t.mask)
         yield kernel, given | {"LIST": ints, "RANK": ints, "heads": 1, "tiles": 64, "n": 64}

@@ -144,3 +144,76 @@ def repeated(backend):
     for _ in range(3):
         for table in tables:
             torch.testing.assert_close(call(table, backend), call(table, "reference"), atol=2e-5, rtol=2e-5)
+
+
+DOCUMENTS = {
+    "documents": documents,
+    "of heads": by_head,
+    "of sequences": lambda b, h, q, k: (k < 70) | (b == 1),
+    "everything": lambda b, h, q, k: k >= 0,
+}
+
+
+def skipped_tiles(backend):
+    """Tiles that a mask_mod hides are skipped, no other is, and the bits are those of all tiles."""
+    from tilewise.backends.triton import mod_lists_launch
+    from tilewise.dispatch import call_cache
+
+    listed = {}
+    own = mod_lists_launch.ModLister.launch
+
+    def recorded(self, r, t):
+        listed["n"], listed["ranks"], listed["spec"] = self.n, (made := own(self, r, t))[1], self.spec
+        return made
+
+    def unlisted(self, r, t):
+        LIST, RANK, strides = own(self, r, t)
+        n = self.n
+        RANK.view(-1, n + 1)[:] = torch.arange(n + 1)
+        LIST.view(-1, n)[:] = 2 * torch.arange(n)
+        return LIST, RANK, strides
+
+    q, k, v = (draw(2, n, 135, D) for n in (H, 2, 2))
+    for name, mask_mod in DOCUMENTS.items():
+        options = {"mask_mod": mask_mod, "return_lse": True, "q_offset": 0, "window": (100, None)}
+        mod_lists_launch.ModLister.launch = recorded
+        got = attention(q, k, v, backend=backend, **options)
+        compare(got, attention(q, k, v, backend="reference", **options))
+        BM, BK = listed["spec"].BM, listed["spec"].BK
+        i, j = torch.arange(135)[:, None], torch.arange(135)
+        b, h = torch.arange(2)[:, None, None, None], torch.arange(H)[:, None, None]
+        cells = torch.as_tensor(mask_mod(b, h, i, j)) & (i - j <= 100)
+        cells = cells.expand(2, H, 135, 135)
+        if name == "documents":
+            cells = cells.tril()
+        cells = torch.nn.functional.pad(cells, (0, -135 % BK, 0, -135 % BM))
+        tiles = cells.unflatten(2, (-1, BM)).unflatten(4, (-1, BK)).any(5).any(3)
+        counts = listed["ranks"].view(-1, listed["n"] + 1)[:, -1]
+        want = tiles.sum(3)
+        planes = counts.numel() // want.shape[2]
+        want = want if planes == 2 * H else want[:, :1] if planes == 2 else want[:1] if planes == H else want[:1, :1]
+        assert torch.equal(counts, want.flatten().int()), name
+        mod_lists_launch.ModLister.launch = unlisted
+        call_cache.forget()
+        for x, y in zip(attention(q, k, v, backend=backend, **options), got, strict=True):
+            assert torch.equal(x, y), name
+    mod_lists_launch.ModLister.launch = own
+
+
+def a_tile_too_few(backend):
+    """The calls above find a list that ends too early."""
+    from tilewise.backends.triton import mod_lists_launch
+
+    own = mod_lists_launch.ModLister.launch
+
+    def fewer(self, r, t):
+        LIST, RANK, strides = own(self, r, t)
+        ranks = RANK.view(-1, self.n + 1)
+        ranks[:] = torch.minimum(ranks, (ranks[:, -1:] - 1).clamp_min(1))
+        return LIST, RANK, strides
+
+    mod_lists_launch.ModLister.launch = fewer
+    q, k, v = (draw(1, n, 200, D) for n in (H, 2, 2))
+    options = {"mask_mod": lambda b, h, q, k: k // 50 % 2 == 0, "return_lse": True, "q_offset": 0}
+    got, want = (attention(q, k, v, backend=b, **options) for b in (backend, "reference"))
+    assert not torch.allclose(got.lse, want.lse, atol=1e-3)

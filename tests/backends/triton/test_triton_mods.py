@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 work = {name: lambda name=name: mod_calls.call_of(name, "triton") for name in mod_calls.FUNCTIONS}
 work |= {f"drawn {n}": lambda n=n: mod_calls.drawn_call(n, "triton") for n in range(64)}
 others = mod_calls.other_forms, mod_calls.splits_and_indices, mod_calls.hidden_cells, mod_calls.repeated
+others += mod_calls.skipped_tiles, mod_calls.a_tile_too_few
 work |= {f.__name__: lambda f=f: f("triton") for f in others}
 """
 CALLS = ["score", "mask", "both", "nothing", "hides", "number", "with others", "masks", "bool mask", "positions"]
@@ -39,6 +40,11 @@ def test_other_forms_in_the_interpreter():
 @pytest.mark.parametrize("seeds", [range(12), *slowly(range(12, 64))], ids=str)
 def test_drawn_expressions_in_the_interpreter(seeds):
     check(FORWARD, *(f"drawn {n}" for n in seeds))
+
+
+def test_tiles_that_a_mask_mod_hides_are_skipped():
+    check(FORWARD, "skipped_tiles")
+    check(FORWARD, "a_tile_too_few")
 
 
 MUTANTS = """
@@ -156,6 +162,12 @@ def hidden():  # NaN in hidden keys, in elements and derivatives that only hidde
     agree(dirty, clean, 1e-6)
     agree(dirty, gradients(q, k, v, dout, None, options, "reference", out_lse)[0], 1e-5)
 
+def with_dropout():
+    for name in ("rows", "distances"):
+        q, k, v = (draw(2, n, 70, D) for n in (H, 2, 2))
+        options = {"score_mod": AXES[name](TABLE), "causal": True, "dropout_p": 0.3, "dropout_seed": 5}
+        check(q, k, v, options, 1e-5, backend="triton")
+
 def repeated():
     q, k, v, dout = (draw(2, n, 90, D) for n in (H, 2, 2, H))
     options = {"score_mod": AXES["distances"](TABLE), "causal": True}
@@ -170,12 +182,18 @@ def repeated():
 work = {f"axis {name}": lambda name=name: by_axis(name) for name in SUMMED}
 work |= {f"drawn {n}": lambda n=n: call(n, Bound(drawn(n, mask=n % 3 > 0), captured()), False) for n in range(24)}
 work |= {f"of axis {n}": lambda n=n: call(n, drawn_of_axis(n)) for n in range(48)}
-work |= {f.__name__: f for f in (packed, selected, hidden, repeated)}
+work |= {f.__name__: f for f in (packed, selected, hidden, repeated, with_dropout)}
 """
 
 
 def test_gradients_in_the_interpreter():
-    check(BACKWARD, *(f"axis {name}" for name in ("rows", "keys", "distances", "buckets")), "hidden", "repeated")
+    check(
+        BACKWARD,
+        *(f"axis {name}" for name in ("rows", "keys", "distances", "buckets")),
+        "hidden",
+        "repeated",
+        "with_dropout",
+    )
 
 
 def test_gradients_of_packed_and_selected_keys_in_the_interpreter():

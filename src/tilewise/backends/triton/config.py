@@ -300,8 +300,12 @@ def prefetches_pages(problem: Problem, c: Config) -> bool:
 
 
 def lists_tiles(problem: Problem) -> bool:
-    """Whether key tiles come from the block-sparsity list of a dense mask. Decode reads the whole mask instead."""
-    return problem.mask is not None and problem.selection is None and not is_decode(problem)
+    """Whether key tiles come from the block-sparsity list of a dense mask or a mask_mod. Decode reads the whole mask
+    instead.
+    """
+    p = problem
+    masked = p.mask is not None or (p.mods is not None and p.mods.mask is not None)
+    return masked and p.selection is None and not is_decode(p)
 
 
 def swizzle(problem: Problem, c: Config) -> int:

@@ -24,6 +24,7 @@ from . import config, tuned
 from .arguments import STRIDES, TENSORS
 from .combine import combine
 from .fwd_kernel import fwd_kernel
+from .mod_lists_launch import ModLister
 from .spec import Config
 from .split_kv import combines_inside
 
@@ -41,7 +42,9 @@ class Launcher(PlanLauncher):
         spec = self.spec = config.spec(p, c, target)
         early = {"launch_pdl": True} if spec.pdl else {}  # an option of NVIDIA's compiler only
         self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, **early)
-        self.lister = Lister(p, c.BM, c.BK, target.measured) if spec.listed else None
+        self.lister: Lister | ModLister | None = None
+        if spec.listed:
+            self.lister = Lister(p, c.BM, c.BK, target.measured) if p.mask is not None else ModLister(p, spec)
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
         self.grid = (config.query_tiles(p, c) * head_blocks * c.slices, c.splits)
@@ -70,7 +73,10 @@ class Launcher(PlanLauncher):
         self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
 
     def __call__(self, t: Tensors) -> None:
-        self.run(t, *(() if t.tile_map is None or self.lister is None else (self.lister.states(t.tile_map),)))
+        if t.tile_map is not None and isinstance(self.lister, Lister):
+            self.run(t, self.lister.states(t.tile_map))
+        else:
+            self.run(t)
 
     def launch(self, r: Recorder, t: Tensors, *states: torch.Tensor) -> None:
         """Launches a call through `r`; `states` are those of its tile map in this launch's tiles."""

@@ -275,12 +275,9 @@ def step(
         b, heads, captured = user
         cells = (b, heads, qpos[:, None], key_position(n, numbers, S)[None, :], captured)
     if MASKED:
-        if S.listed and not CLEAN:
+        if S.listed and S.mods is None and not CLEAN:
             if mixed:
                 s, _ = select_visible(s, n, ok, row_lo, row_hi, mask, cells, S)
-            elif S.mods is not None:
-                s, seen = apply_mods(s, visible, cells, S)
-                s = tl.where(seen, s, float("-inf"))
         else:
             s, visible = select_visible(s, n, ok, row_lo, row_hi, mask, cells, S)
     elif S.mods is not None:
