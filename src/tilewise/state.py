@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -63,12 +63,22 @@ def map_result(
     return out(result[0]), Aux(**mapped)
 
 
-def merge(states: Sequence[AttentionState]) -> AttentionState:
+@overload
+def merge(states: Sequence[AttentionState], *, sinks: Any = None) -> AttentionState: ...
+@overload
+def merge(states: Sequence[tuple[torch.Tensor, Aux]], *, sinks: Any = None) -> tuple[torch.Tensor, Aux]: ...
+def merge(states: Any, *, sinks: Any = None) -> Any:
     """Merges attention over disjoint sets of keys into attention over their union.
 
     The result is exact up to float32 rounding (of float64 states float64). An empty state (`lse = -inf`) is ignored,
     whatever its `out` holds; where all states but one are empty, the result is that one, bit for bit. It has the dtype
     of the first state.
+
+    Args:
+        states: `AttentionState`s, or pairs `(out, Aux)` with `lse`, and with `max_logits` and `entropy` in all or none
+            of them; the result is such a pair. `key_mass` and `weights` are refused: sums over queries have no `lse`.
+        sinks: logits that no state has counted yet, in a shape that broadcasts to `lse`, as `sinks[:, None]` of `[H]`.
+            The right way beside `entropy`: of a state that has counted them, the share of its keys is not known.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
@@ -76,11 +86,57 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     >>> torch.allclose(tilewise.merge(halves).out, tilewise.attention(q, k, v), atol=1e-6)
     True
     """
+    states, auxes = _split(states)
     states, back = _checked(states)
-    out = states[0].out
+    given, out = states, states[0].out
+    if sinks is not None:
+        logits = to_tensor("sinks", sinks).to(states[0].lse.dtype).expand(states[0].lse.shape)
+        states = [*states, AttentionState(torch.zeros_like(out), logits)]
     merged = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=wide_dtype(out.dtype)))
     merge_into(states, merged)
-    return AttentionState(back(merged.out), back(merged.lse))
+    if auxes is None:
+        return AttentionState(back(merged.out), back(merged.lse))
+    found = _merged_statistics([lse for _, lse in given], auxes, merged.lse)
+    return back(merged.out), Aux(**{name: back(x) for name, x in found.items()})
+
+
+MERGED = ("lse", "max_logits", "entropy")
+
+
+def _merged_statistics(lses: list[torch.Tensor], auxes: list[Aux], merged: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = {"lse": merged}
+    if auxes[0].max_logits is not None:
+        found["max_logits"] = torch.stack([to_tensor("max_logits", x.max_logits) for x in auxes]).amax(0)
+    if auxes[0].entropy is not None:
+        found["entropy"] = torch.zeros_like(merged)
+        for lse, aux in zip(lses, auxes, strict=True):  # of its keys -sum w p log(w p), where w is the state's share
+            share = (lse - merged).exp()
+            own = share * (to_tensor("entropy", aux.entropy) + merged - lse)
+            found["entropy"] = found["entropy"] + torch.where((lse == -torch.inf) | (share == 0), 0.0, own)
+    return found
+
+
+def _split(states: Any) -> tuple[Any, list[Aux] | None]:
+    """The states as pairs `(out, lse)`, and the statistics that they have beside `lse`; None without any."""
+    pairs = [x for x in states if isinstance(x, tuple) and len(x) == 2] if isinstance(states, (list, tuple)) else []
+    if not any(isinstance(x[1], Aux) for x in pairs):
+        return states, None
+    named = None
+    for i, x in enumerate(states):
+        aux = x[1] if isinstance(x, tuple) and len(x) == 2 else None
+        if not isinstance(aux, Aux) or aux.lse is None:
+            remedy = "return_aux=('lse', ...) of every call"
+            raise InvalidArgument(f"states[{i}]", "a state without Aux.lse", "(out, Aux) as the others", remedy)
+        names = {name for name, y in zip(Aux._fields, aux, strict=True) if y is not None}
+        if names - set(MERGED):
+            remedy = "sums over queries have no lse: request them of a call over all keys"
+            given = ", ".join(sorted(names - set(MERGED)))
+            raise InvalidArgument(f"states[{i}]", given, f"{', '.join(MERGED)} alone", remedy)
+        named = names if named is None else named
+        if names != named:
+            want = f"{', '.join(sorted(named))}, as the first state"
+            raise InvalidArgument(f"states[{i}]", ", ".join(sorted(names)), want)
+    return [(x[0], x[1].lse) for x in states], [x[1] for x in states]
 
 
 def merge_into(states: Sequence[AttentionState], merged: AttentionState) -> None:

@@ -1,5 +1,6 @@
 """`return_aux`: statistics of every entry point, by the oracle, and their gradients."""
 
+import itertools
 import math
 
 import numpy as np
@@ -33,6 +34,12 @@ def test_by_torch(case):
 @pytest.mark.parametrize("case", CASES[::20], ids=str)
 def test_by_the_best_backend(case):
     check_statistics(case, None, queries=3)
+
+
+@pytest.mark.parametrize("case", CASES[1::20], ids=str)
+def test_mass_and_weights_alone(case):
+    """Then a first pass is left out."""
+    check_statistics(case, None, queries=5, names=("lse", "key_mass", "weights"))
 
 
 def test_the_oracle_by_hand():
@@ -436,12 +443,73 @@ def test_queries_that_a_row_does_not_have_do_not_count():
         assert found[1].entropy[0, :, 0].isfinite().all()
 
 
-def test_a_ring_refuses_them():
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_ring(window, layout):
+    """Its tokens lie in two runs, merged: with sinks, which take their share of the whole."""
+    k, v, q, sinks = drawn((1, 2, 21, 32), (1, 2, 21, 32), (1, 4, 2, 32), (4,))
     cache = tilewise.KVCache(1, 2, 8, 32, ring=True)
-    cache.append(*drawn((1, 2, 11, 32), (1, 2, 11, 32)))
-    (q,) = drawn((1, 4, 1, 32))
-    with pytest.raises(InvalidArgument, match="return_aux: got statistics of a ring, expected 'lse' alone"):
-        cache.attend(q, return_aux=("entropy",))
+    cache.append(k, v)
+    names = ("max_logits", "entropy")
+    given, back = (q, lambda x: x) if layout == "bhld" else (q.transpose(1, 2), lambda x: x.transpose(1, 2))
+    out, aux = cache.attend(given, window=window, sinks=sinks, return_aux=names, layout=layout)
+    kept = {"k_start": 13, "q_offset": 19, "causal": True, "window": window, "sinks": sinks}
+    want, whole = attention(q, k[:, :, 13:], v[:, :, 13:], return_aux=names, **kept)
+    torch.testing.assert_close(back(out), want)
+    same(Aux(max_logits=back(aux.max_logits), entropy=back(aux.entropy)), whole, exact=False)
+    with pytest.raises(InvalidArgument, match="return_aux: got weights of a ring's keys, expected lse, max_logits"):
+        cache.attend(q, return_aux=("key_mass",))
     out, aux = cache.attend(q, return_aux=("lse",))
     assert aux.lse.equal(cache.attend(q, return_lse=True).lse)
     assert out.equal(cache.attend(q))
+
+
+# Merging
+
+
+def test_parts_merge():
+    """Parts of any size, an empty one, and sinks of any size."""
+    q, k, v = drawn((2, 4, 24, 32), (2, 2, 40, 32), (2, 2, 40, 32))
+    sinks = torch.tensor([-math.inf, 0.5, 4.0, math.inf])
+    names = ("lse", "max_logits", "entropy")
+    ends = (0, 1, 25, 25, 40)
+    parts = [
+        attention(q, k[:, :, a:b], v[:, :, a:b], causal=True, q_offset=10, k_start=a, return_aux=names)
+        for a, b in itertools.pairwise(ends)
+    ]
+    for given in (None, sinks):
+        out, whole = attention(q, k, v, causal=True, q_offset=10, sinks=given, return_aux=names)
+        merged, aux = tilewise.merge(parts, sinks=None if given is None else given[:, None])
+        torch.testing.assert_close(merged, out)
+        same(aux, whole, exact=False)
+    state, _ = tilewise.merge([(x, Aux(lse=aux.lse)) for x, aux in parts])
+    torch.testing.assert_close(state, tilewise.merge([(x, aux.lse) for x, aux in parts]).out)
+
+
+def test_entropy_of_parts_has_a_gradient():
+    q, k, v = drawn((1, 4, 6, 32), (1, 2, 40, 32), (1, 2, 40, 32))
+    found = []
+    for ends in ((0, 40), (0, 15, 40)):
+        x = q.clone().requires_grad_()
+        parts = [
+            attention(x, k[:, :, a:b], v[:, :, a:b], return_aux=("lse", "entropy")) for a, b in itertools.pairwise(ends)
+        ]
+        _, aux = tilewise.merge(parts)
+        found.append(torch.autograd.grad(aux.entropy.sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_merge_says_so():
+    q, k, v = drawn((1, 4, 6, 32), (1, 2, 40, 32), (1, 2, 40, 32))
+
+    def part(*names):
+        return attention(q, k, v, return_aux=names)
+
+    for states, words in (
+        ([part("lse"), part("entropy")], "got a state without Aux.lse"),
+        ([part("lse", "entropy"), part("lse")], "got lse, expected entropy, lse, as the first state"),
+        ([part("lse", "key_mass")] * 2, "got key_mass, expected lse, max_logits, entropy alone"),
+        ([part("lse"), attention(q, k, v, return_lse=True)], "without Aux.lse"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            tilewise.merge(states)

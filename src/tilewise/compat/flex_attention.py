@@ -69,13 +69,15 @@ def flex_attention(
         enable_gqa: allow `Hq` to be a multiple of `Hkv`.
         return_lse: also return lse, `[B, Hq, L]` float32.
         kernel_options: those of torch's kernels: tilewise has others, and the result does not depend on them.
-        return_aux: torch's `AuxRequest(lse=True)`; `max_scores` is refused.
+        return_aux: torch's `AuxRequest(lse=True, max_scores=True)`, on a CPU too.
 
     Returns:
         `[B, Hq, L, Ev]` in query's dtype, 0 in rows that see no key; with it lse, or torch's `AuxOutput`.
     """
     _check(query, key, value, enable_gqa)
-    wants_lse = _wants_lse(return_lse, return_aux)
+    if return_aux is not None and return_lse:
+        remedy = "return_aux=AuxRequest(lse=True)"
+        raise InvalidArgument("return_lse", "both return_lse and return_aux", "one of them", remedy)
     if not isinstance(kernel_options, (dict, type(None))):
         raise InvalidArgument("kernel_options", type(kernel_options).__name__, "None or a dict")
     if query.dtype is torch.float64 or max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
@@ -94,11 +96,12 @@ def flex_attention(
         options["score_mod"] = score_mod
     if mask_mod is not None:
         options["mask_mod"] = mask_mod
-    if not wants_lse:
-        out = attention(query, key, value, **options)
-        return out if return_aux is None else (out, _home.AuxOutput())
-    out, lse = attention(query, key, value, return_lse=True, **options)
-    return out, lse if return_aux is None else _home.AuxOutput(lse=lse)
+    if return_aux is None:
+        result = attention(query, key, value, return_lse=bool(return_lse), **options)
+        return tuple(result) if return_lse else result
+    names = ["lse"] * bool(return_aux.lse) + ["max_logits"] * bool(return_aux.max_scores)
+    out, found = attention(query, key, value, return_aux=names, **options)
+    return out, _home.AuxOutput(lse=found.lse, max_scores=found.max_logits)
 
 
 eager_function(flex_attention, TRACED_ITSELF)
@@ -116,19 +119,6 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
         raise InvalidArgument("key", f"{key.shape[1]} heads", f"query's {query.shape[1]}", remedy)
     if key.shape[0] not in (1, query.shape[0]):
         raise InvalidArgument("key", f"{key.shape[0]} batch rows", f"query's {query.shape[0]}, or 1")
-
-
-def _wants_lse(return_lse: bool, return_aux: Any) -> bool:
-    if return_aux is None:
-        return bool(return_lse)
-    if return_lse:
-        raise InvalidArgument(
-            "return_lse", "both return_lse and return_aux", "one of them", "return_aux=AuxRequest(lse=True)"
-        )
-    if return_aux.max_scores:
-        remedy = "AuxRequest(lse=True): tilewise has no largest scores yet"
-        raise InvalidArgument("return_aux", "max_scores=True", "max_scores=False", remedy)
-    return bool(return_aux.lse)
 
 
 def _mask_mod(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -311,10 +311,15 @@ class KVCache:
             operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
             return attention(q, *operands, kv_lengths=kv_lengths, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
-        aux = options.pop("return_aux", None)
-        lse, out = options.pop("return_lse", False), options.pop("out", None)
+        lse, out, wanted = (options.pop(name, None) for name in ("return_lse", "out", "return_aux"))
         back, q = converter_back(q), to_tensor("q", q)
-        states = []
+        sinks = None
+        if wanted is None:
+            options["return_lse"] = True
+        else:  # sinks last: how much of a part they have taken cannot be told from its entropy
+            options["return_aux"] = tuple(dict.fromkeys(("lse", *wanted)))
+            sinks, options["sinks"] = options.get("sinks"), None
+        states: list[Any] = []
         absolute = any(options.get(name) is not None for name in ("score_mod", "mask_mod", "dropout_seed"))
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):
             lengths, offsets = (torch.from_numpy(x).to(self.device, torch.int32) for x in (run.lengths, run.offsets))
@@ -325,12 +330,13 @@ class KVCache:
                 options["k_start"], offsets = start, offsets + start
             states.append(attention(
                 q, *self.store.operands(slots, seq_major), kv_lengths=lengths, q_offset=offsets, mask=mask,
-                return_lse=True, **options,
+                **options,
             ))  # fmt: skip
             options["sinks"] = None  # once
-        state = states[0] if len(states) == 1 else merge(states)
-        if out is not None:
-            state = AttentionState(copy_to_out(out, state.out), state.lse)
-        if aux is not None:
-            return back(state.out), Aux(lse=back(state.lse)) if aux else Aux()
-        return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)
+        if sinks is not None:
+            sinks = to_tensor("sinks", sinks) if seq_major else to_tensor("sinks", sinks)[:, None]
+        state = states[0] if len(states) == 1 and sinks is None else merge(states, sinks=sinks)
+        result = map_result(state, lambda x: back(x if out is None else copy_to_out(out, x)), back)
+        if wanted is None:
+            return result if lse else result.out
+        return result if "lse" in wanted else (result[0], result[1]._replace(lse=None))

@@ -37,9 +37,9 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
         if name in options:
             want = "none: a ring's slots have positions of their own"
             raise InvalidArgument(name, options[name], want, "a cache without ring takes it")
-    if set(options.get("return_aux") or ()) - {"lse"}:
-        remedy = "a cache without ring takes it"
-        raise InvalidArgument("return_aux", "statistics of a ring", "'lse' alone", remedy)
+    if set(options.get("return_aux") or ()) & {"key_mass", "weights"}:
+        remedy = "a cache without ring takes them"
+        raise InvalidArgument("return_aux", "weights of a ring's keys", "lse, max_logits and entropy", remedy)
     for name, what in (
         ("mask", "columns"),
         ("tree_mask", "columns"),

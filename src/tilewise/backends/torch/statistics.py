@@ -5,8 +5,8 @@ For each tile of query rows, a first pass over its keys with a running max m has
     l = sum exp(s - m)    u = sum exp(s - m) (s - m)    entropy = -sum p log p = w log l - u / l
 
 where a sink is part of l, and w, the share of the keys, is 1 without one. A second pass knows the weights
-P = exp(s - m) / l: `key_mass` adds up their columns in a fixed order, `weights` takes those at the given keys. Neither
-reads `lse`, which has no digits for P where scores are large.
+P = exp(s - m) / l: `key_mass` adds up their columns in a fixed order, `weights` takes those at the given keys. If those
+alone are wanted, P = exp(s - lse) needs no first pass, unless scores are so large that lse has no digits for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.large_lse import has_large
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import Sequence, Statistics, Tensors, sequences
@@ -46,8 +47,12 @@ def _run(plan: Plan, seq: Sequence, wanted: Statistics, states: list[list[int]] 
         mass = torch.zeros(wanted.key_mass.shape, dtype=wide, device=device)
     first = wanted.first_query(seq)
     by_cell = wanted.weights is not None
+    lse = None  # where P = exp(s - lse) has digits and nothing else is wanted, it saves the first pass
+    alone = wanted.max_logits is None and wanted.entropy is None
+    if alone and seq.lse is not None and bool((seq.lse < torch.inf).all()) and not has_large(seq.lse):
+        lse = seq.lse.to(work_dtype(seq))
     for rows, of_rows in tiles_of_rows(plan, seq, states):
-        sums = RowSums.of(plan, seq, rows, of_rows)
+        sums = RowSums.of(plan, seq, rows, of_rows) if lse is None else RowSums.of_lse(lse[:, rows])
         if wanted.max_logits is not None:
             wanted.max_logits[:, rows] = sums.top
         if wanted.entropy is not None:
@@ -99,6 +104,7 @@ class RowSums:
     total: Tensor  # l: 1 or more, also in rows that see nothing
     keys: Tensor  # the part of it that is not the sink's
     slope: Tensor  # u
+    finite: bool = False  # the base is a finite lse in every row, so that the total is 1
 
     @classmethod
     def of(cls, plan: Plan, seq: Sequence, rows: slice, states: list[int] | None) -> RowSums:
@@ -133,6 +139,11 @@ class RowSums:
             total = keys + torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # 0 for -inf
         return cls(top, base, torch.where(total == 0, 1.0, total), keys, slope)
 
+    @classmethod
+    def of_lse(cls, lse: Tensor) -> RowSums:
+        base, one = torch.where(lse == -torch.inf, 0.0, lse), torch.ones_like(lse)
+        return cls(lse, base, one, one, one, finite=True)
+
     def share(self) -> Tensor:
         """The weight of all keys: 1 without a sink, 0 in rows that see nothing."""
         return self.keys / self.total
@@ -142,5 +153,8 @@ class RowSums:
 
     def weights(self, s: Tensor, visible: Tensor | None) -> Tensor:
         """P of a tile `[H, BQ, BK]`; 0 where hidden, in rows with a NaN too."""
-        probs = (s - self.base[..., None]).exp() / self.total[..., None]
+        probs = (s - self.base[..., None]).exp_()
+        if self.finite:  # then those of hidden cells are 0
+            return probs
+        probs /= self.total[..., None]
         return probs if visible is None else torch.where(visible, probs, 0.0)
