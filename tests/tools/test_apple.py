@@ -9,7 +9,7 @@ from metal_sim import needs_simulator, simulator
 from tilewise.testing import check
 from tilewise.testing.case import Case, make
 from tilewise.testing.check import Mismatch
-from tilewise.tools import apple, doctor, verify
+from tilewise.tools import apple, doctor, doctor_backends, verify
 from tilewise.tools.bench.measure import waiting
 from tilewise.tools.cli import main
 from tilewise.tools.workloads import WORKLOADS, make_inputs
@@ -113,7 +113,7 @@ def test_mlx_gets_the_cases_that_it_can():
 
 def test_the_doctor_says_why_it_is_not_usable_without_a_mac(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    found = doctor._backend("metal")
+    found = doctor_backends.backend("metal")
     assert found["reason"] == "runs on Apple GPUs"
     assert "Mac" in found["remedy"]
     assert doctor._gpus()["apple"] is None
@@ -125,4 +125,4 @@ def test_the_doctor_says_why_it_is_not_usable_without_a_mac(monkeypatch):
 def test_the_doctor_has_a_remedy(built, there, want, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
-    assert want in doctor.remedy("metal")
+    assert want in doctor_backends.remedy("metal")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise.dispatch import planner
-from tilewise.tools import doctor
+from tilewise.tools import doctor, doctor_backends
 from tilewise.tools.cli import main
 
 SECTIONS = ["versions", "system", "cpu", "gpus", "backends", "private_names", "libraries", "files"]
@@ -87,12 +87,12 @@ def test_remedies_fit_the_cause(cuda, available, has_triton, word, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: has_triton or None)
-    assert word in doctor.remedy("triton")
+    assert word in doctor_backends.remedy("triton")
 
 
 def test_numba_that_is_missing_is_a_pip_away(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert doctor.remedy("cpu") == "pip install numba"
+    assert doctor_backends.remedy("cpu") == "pip install numba"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("driver too old"), OSError("no"), SystemExit(3)])

@@ -13,7 +13,7 @@ import prebuilt_kernels
 from tilewise.backends.cpu import compiler, kernel_cache, prebuilt
 from tilewise.backends.cpu.object_code import emit_object
 from tilewise.backends.cpu.targets import TARGETS, V3, V4, matching
-from tilewise.tools import doctor
+from tilewise.tools import doctor_backends
 from tiny_kernel import adding, no_compiler, run_tiny, said
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="releases bring kernels for Linux")
@@ -161,10 +161,12 @@ def test_tiles_that_may_not_be_used_are_not_there(folder, monkeypatch):
 def test_what_is_prebuilt_is_counted(folder, monkeypatch):
     monkeypatch.setattr(compiler, "KERNELS", ["tiny", "second"])
     assert compiler.on_disk() == ({"tiny"}, set())
-    assert doctor._kept_kernels().startswith("1 of 2 compiled, 1 of them prebuilt, from the package; `tilewise warmup`")
+    assert doctor_backends.kept_kernels().startswith(
+        "1 of 2 compiled, 1 of them prebuilt, from the package; `tilewise warmup`"
+    )
     compiler.compile_function(adding(1), "second")
     assert compiler.on_disk() == ({"tiny"}, {"second"})
-    assert doctor._kept_kernels() == "2 of 2 compiled, 1 of them prebuilt, from the package"
+    assert doctor_backends.kept_kernels() == "2 of 2 compiled, 1 of them prebuilt, from the package"
 
 
 @pytest.mark.filterwarnings("ignore")  # JAX, which another test may have imported, warns of every fork
