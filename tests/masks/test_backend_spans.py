@@ -131,6 +131,7 @@ def test_a_wrong_side_of_queries_is_noticed(old, new):
 
 
 SPANS = """
+using namespace tilewise;
 kernel void spans(device const int* positions [[buffer(0)]], device const int* lengths [[buffer(1)]],
                   constant int* ints [[buffer(2)]], constant long* strides [[buffer(3)]],
                   constant float* floats [[buffer(4)]], device int* lo [[buffer(5)]], device int* hi [[buffer(6)]],
@@ -143,6 +144,11 @@ kernel void spans(device const int* positions [[buffer(0)]], device const int* l
 """
 
 
+# Options of the text, and numbers that `key_span` does not read, by which they are passed here.
+SWITCHES = {"CAUSAL": "batch", "LEFT": "heads", "RIGHT": "group", "CHUNK": "chunk"}
+FLAGS = {"batch": "causal", "heads": "has_left", "group": "has_right"}
+
+
 def wrong_by_metal(source):
     """The rules for which the text leaves other keys to a query."""
     kernel = mslsim.compile_shader(source + SPANS).spans
@@ -151,7 +157,7 @@ def wrong_by_metal(source):
     numbers = (0,) * len(params.STRIDES), (0.0,) * len(params.FLOATS)
     size, wrong = [len(CELLS), 1, 1], []
     for rules in RULES:
-        ints = [int(rules.numbers().get(name, 0)) for name in params.INTS]
+        ints = [int(rules.numbers().get(FLAGS.get(name, name), 0)) for name in params.INTS]
         kernel(positions, lengths, ints, *numbers, lo, hi, threads=size, group_size=size, arg_casts={2: "int32"})
         wrong += [rules] * (given(lo, hi) != wanted(rules))
     return wrong
@@ -159,6 +165,8 @@ def wrong_by_metal(source):
 
 @needs_simulator
 def test_metal():
-    source = text.classification_header()
+    source = text.classification(1).header.rpartition("[[")[0]
+    for name, value in SWITCHES.items():  # known when the kernel runs: one text for all rules
+        source = source.replace(f"#define {name} 0\n", f"#define {name} p.{value}\n")
     assert wrong_by_metal(source) == []
     assert wrong_by_metal(source.replace("ahead - p.left", "ahead - p.left - 1"))

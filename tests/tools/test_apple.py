@@ -42,7 +42,7 @@ def test_the_report_says_what_ran(capsys, tmp_path):
 @needs_simulator
 @pytest.mark.usefixtures("few")
 def test_a_wrong_kernel_is_in_the_report(capsys):
-    wrong = {"change": lambda source: source.replace("p.causal) s.hi = min(s.hi, near + 1)", "false) s.hi = 0")}
+    wrong = {"change": lambda source: source.replace("CAUSAL) s.hi = min(s.hi, near + 1)", "CAUSAL) s.hi = 0")}
     with simulator(**wrong):
         assert verify.verify("cpu", "metal", mac=True) == 1
     block = capsys.readouterr().out.split("```")[1]

@@ -12,6 +12,7 @@ from mslsim import metallib
 from mslsim.against_apple import KERNELS
 from tilewise.backends.metal import config, launch, text
 from tilewise.backends.metal.spec import THREADS
+from tilewise.backends.metal.spec import Options as MetalOptions
 from tilewise.core.options import Options
 from tilewise.quantised import Quantised
 from tilewise.validation import calls
@@ -55,17 +56,31 @@ def _call(D: int, dtype: str, Lq: int, Lk: int, group: int, stored: str = "", **
 def _chosen(name: str, call: calls.Call) -> Source:
     c = config.config_of(call.problem, CORES)
     made = launch.spec(call.problem, c, call.tensors)
-    return Source(name, text.attention(made), c.kernel, (THREADS, 1, 1), facts={"rows": c.rows})
+    return Source(name, text.attention(made).torch, c.kernel, (THREADS, 1, 1), facts={"rows": c.rows})
+
+
+PREFILL: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 256},
+}
 
 
 def ours() -> Iterator[Source]:
-    for D in (64, 128):
-        yield _chosen(f"tiled f16 D{D} causal", _call(D, "f16", 1024, 1024, 4, causal=True))
+    for dtype in ("f16", "bf16"):
+        for D in (64, 96, 128):
+            for rules, options in PREFILL.items() if dtype == "f16" else [("causal", PREFILL["causal"])]:
+                yield _chosen(f"tiled {dtype} D{D} {rules}", _call(D, dtype, 1024, 1024, 4, **options))
+    for dtype, D in (("f16", 256), ("f16", 512), ("f32", 128)):
+        yield _chosen(f"tiled {dtype} D{D} causal", _call(D, dtype, 1024, 1024, 4, causal=True))
+    mask = torch.empty(1024, 1024, dtype=torch.bool, device="meta")
+    yield _chosen("tiled f16 D128 bool mask", _call(128, "f16", 1024, 1024, 4, mask=mask))
+    yield _chosen("tiled f16 D128 int8", _call(128, "f16", 1024, 1024, 4, stored="int8", causal=True))
     for D, group in ((128, 1), (128, 4), (128, 8), (64, 8), (256, 4)):
         yield _chosen(f"vector f16 D{D} rows {group}", _call(D, "f16", 1, 4096, group, causal=True))
     for stored in ("int4", "int8"):
         yield _chosen(f"vector {stored} D128 rows 4", _call(128, "f16", 1, 4096, 4, stored=stored, causal=True))
-    yield Source("combine f16", text.combine("half"), "combine", (launch.LANES, 1, 1))
+    yield Source("combine f16", text.combine("half", MetalOptions(splits=True)).torch, "combine", (text.LANES, 1, 1))
 
 
 _UNROLL = ("#define STEEL_PRAGMA_UNROLL\n", '#define STEEL_PRAGMA_UNROLL _Pragma("clang loop unroll(full)")\n')

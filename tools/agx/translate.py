@@ -9,7 +9,7 @@ from typing import NamedTuple
 ENTRY = "tw"
 _ATTRIBUTE = re.compile(r"\s*\[\[[^\]]*\]\]")
 _DIRECTIVE = re.compile(r"^#(include <|pragma METAL).*$", re.MULTILINE)
-_VECTOR = re.compile(r"\b(u?(?:short|int|long)[234])\(")  # short2(a, b)
+_VECTOR = re.compile(r"\b(u?(?:short|int|long|float|half)[234])\(")  # short2(a, b)
 # Positions in Metal's grid, by their attribute.
 POSITIONS = {
     "threadgroup_position_in_grid": "uint3(uint(get_group_id(0)), uint(get_group_id(1)), uint(get_group_id(2)))",

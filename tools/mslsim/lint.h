@@ -99,6 +99,9 @@ OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/)
 template <class T, int N> vec<T, N> operator-(vec<T, N>);
 template <class T, int N> T dot(vec<T, N>, vec<T, N>);
 
+template <class T> void lint_stored(device T*, typename identity<T>::type);
+template <class T> void lint_stored(threadgroup T*, typename identity<T>::type);
+
 // Mathematics is of float and half: bfloat has none of its own and must be made a float first.
 #define ONE(NAME)                                           \
   float NAME(float);                                        \

@@ -27,6 +27,8 @@ _INCLUDE = re.compile(r"^[ \t]*#include[^\n]*", re.MULTILINE)  # Metal's headers
 # A variable of an address space cannot live on the stack: it is made static.
 _SHARED = re.compile(r"\bthreadgroup\s+([\w:]+\s*(?:<[^;{}()]*>)?\s+\w+\s*(?:\[[^;]*|,[^;]*)?;)")
 _CONSTANT = re.compile(r"\b(?:const|constexpr)\s+constant\b|\bconstant\s+(?:const|constexpr)\b")
+# Clang's vectors here are classes, whose assignment takes no address space: a function stands for it.
+_STORED = re.compile(r"\*\(((?:threadgroup|device) \w+\*)\)\(([^;=]*)\) = ([^;]*);")
 # Clang takes no attributes in an explicit instantiation.
 _INSTANCE = re.compile(r'(\btemplate\s*)\[\[\s*host_name\("\w+"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|\bkernel)')
 _DOUBLE = re.compile(r"\bdouble\b")
@@ -52,6 +54,7 @@ def _parsed(source: str, defines: tuple[str, ...]) -> list[Complaint]:
     text = _SHARED.sub(r"static threadgroup \1", text)
     text = _CONSTANT.sub("constant", text)
     text = _INSTANCE.sub(r"\1", text)
+    text = _STORED.sub(r"metal::lint_stored((\1)(\2), \3);", text)
     unit = _index().parse(
         NAME, args=[*_FLAGS, "-include", str(_HEADER), *(f"-D{d}" for d in defines)], unsaved_files=[(NAME, text)]
     )

@@ -15,6 +15,8 @@ from metal_sim import needs_simulator, problem, simulator
 from mslsim.lint import lint
 from strategies import cases
 from tilewise.backends.metal import config, launch, text
+from tilewise.backends.metal.options import MASK_KINDS
+from tilewise.backends.metal.spec import Operand, Options, Spec
 from tilewise.core.storage import PLAIN, quantised_names, stored_as
 from tilewise.core.tensors import Tensors
 from tilewise.errors import Unsupported
@@ -57,7 +59,7 @@ MASKED = [
 def test_decode_reads_rows_with_v_in_k_once(stored):
     """Nothing is missed without V's own loads, by which a V elsewhere is read."""
     case = Case(H=4, Hkv=2, Lq=1, Lk=90, D=96, Dv=64, latent=True, lengths=(90, 31), sinks=True, **stored)
-    with simulator(change=lambda text: text.replace("value_element(t, p, at, kv_head, c)", "0.0f")):
+    with simulator(change=lambda text: text.replace("WIDE>(v, v_scales, lane", "WIDE>(h.v, h.v_scales, lane")):
         check_case(case, "metal")
         with pytest.raises(Mismatch):
             check_case(replace(case, latent=False), "metal")
@@ -72,14 +74,56 @@ def test_every_width_in_every_type(case):
 
 @needs_simulator
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("hostile", [False, True])
-def test_neither_the_schedule_nor_the_layout_of_matrices_matters(seed, hostile):
-    """The same bits in any order of threadgroups, simdgroups and lanes, wherever a matrix's cells lie."""
+def test_the_schedule_does_not_matter(seed):
+    """The same bits in any order of threadgroups, simdgroups and lanes."""
     with simulator():
         plain = [make(case).call("metal", return_lse=True) for case in SOME]
-    with simulator(seed=seed, hostile_layout=hostile, workers=2):
+    with simulator(seed=seed, workers=2):
         for case, first in zip(SOME, plain, strict=True):
             same(str(case), first, make(case).call("metal", return_lse=True))
+
+
+@needs_simulator
+def test_tiles_rely_on_the_layout_of_matrices_that_apples_gpus_have():
+    """As MLX's kernels do (test_mslsim_mlx.py). Decode of few rows has no matrices."""
+    with simulator(hostile_layout=True):
+        check_case(Case(Lq=1, Lk=70), "metal")
+        with pytest.raises(Mismatch):
+            check_case(Case(Lq=40, Lk=70), "metal")
+
+
+@needs_simulator
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("stored", ["f16", "bf16", "int8/32"])
+def test_rows_that_begin_anywhere(wide, stored):
+    """Whether K and V are read 16 bytes at a time or element by element: the same bits."""
+    dtype = "bf16" if stored == "bf16" else "f16"
+    case = Case(Hkv=2, Lq=33, Lk=70, D=64, dtype=dtype, k=stored, v=stored, causal=True)
+    with simulator() as gpu:
+        inputs = make(case)
+        first = inputs.call("metal")
+        q = inputs.args[0]
+        if not wide:  # the same numbers at another address
+            inputs = replace(
+                inputs, args=(torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape), *inputs.args[1:])
+            )
+        assert inputs.call("metal").equal(first)
+        assert len(gpu.kept) == (1 if wide else 2)
+
+
+@needs_simulator
+@pytest.mark.parametrize("Lq", [1, 37])
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(Lq):
+    """As in the oracle: NaN, infinities of one and of both signs, in some columns."""
+    q, k, v = (torch.randn(1, 2, n, 96, generator=torch.Generator().manual_seed(n)) for n in (Lq, 70, 71))
+    v = v[:, :, :70].clone()
+    for key, column, value in ((60, 3, "nan"), (50, 4, "inf"), (40, 5, "inf"), (45, 5, "-inf"), (69, 90, "-inf")):
+        v[:, :, key, column] = float(value)
+    for rules in ({"causal": True}, {"causal": True, "window": 8}, {"mask": torch.rand(Lq, 70) < 0.5}):
+        want = tilewise.attention(q, k, v, backend="reference", **rules)
+        with simulator():
+            got = tilewise.attention(q, k, v, backend="metal", **rules)
+        torch.testing.assert_close(got, want, equal_nan=True, atol=1e-4, rtol=0)
 
 
 @needs_simulator
@@ -106,11 +150,27 @@ def every_text():
         yield p, config.config_of(p, 10)
 
 
+VARIANTS = [
+    {"packed": True, "varlen": True, "causal": True, "offset": 2, "lse": True},
+    {"packed": True, "page": 16, "lengths": True, "left": True, "right": True, "splits": True, "fixed_splits": True},
+    {"mask": 1, "states": True, "slopes": True, "sinks": True, "offset": 1},
+    {"mask": 2, "softcap": True, "natural": True, "chunk": True, "far": True},
+    {"mask": 3, "natural": True, "wide": False},
+    {"mask": 4, "natural": True, "splits": True, "pack": 2, "sinks": True},
+]
+
+
 def texts():
     made = {}
     for p, c in every_text():
-        none = torch.empty(0)
+        none = torch.empty(0, 0)
         found = launch.spec(p, c, Tensors(none, none, none, none))
+        made[found] = text.attention(found)
+    plain = Operand("half", "PLAIN", "float", 64, 64)
+    for change in VARIANTS:
+        found = Spec("tiled", "half", plain, plain, replace(Options(wide=True), **change), sg_rows=4)
+        made[found] = text.attention(found)
+        found = replace(found, kernel="vector", sg_rows=0, rows=2)
         made[found] = text.attention(found)
     return made
 
@@ -120,20 +180,23 @@ def test_every_kernel_stays_within_its_limits():
     """Threadgroup memory and buffers, as Metal has them. The widest kernels are the ones that could not."""
     for found, source in texts().items():
         if found.q_type == "half" and found.keys.columns in (96, 128, 256, 576):
-            kernel = getattr(mslsim.compile_shader(source), found.kernel)
+            kernel = getattr(mslsim.compile_shader(source.torch), found.kernel)
             assert 0 < kernel.static_thread_group_memory_length <= 32768, found
-        assert len(text.BUFFERS[found.kernel].names) <= 31
+        assert len(source.names) <= 31
 
 
 def test_the_lint_has_no_complaint():
     """C++14, address spaces, functions that Metal has for these types; ASCII; no headers but Metal's, types after."""
-    sources = [*texts().values(), *map(text.combine, ("float", "half", "bfloat")), text.classification()]
-    assert len(sources) > 30
-    for source in sources:
+    sources = [*texts().values(), *map(text.classification, MASK_KINDS.values())]
+    sources += [
+        text.combine(q_type, Options(splits=True, sinks=True, lse=True)) for q_type in ("float", "half", "bfloat")
+    ]
+    assert len(sources) > 40
+    for source in (made.torch for made in sources):
         assert lint(source) == []
         assert source.isascii()
         assert re.findall(r"#include .*", source) == ["#include <metal_stdlib>", "#include <metal_simdgroup_matrix>"]
-        assert source.rindex("#include") < source.index("typedef")
+        assert source.rindex("#include") < source.index("namespace tilewise {")
         assert "function_constant" not in source
         assert len(re.findall(r"\bkernel void\b", source)) == 1
 
@@ -152,8 +215,9 @@ def test_a_text_is_compiled_once():
         x = torch.randn(1, 2, 40, 32)
         for _ in range(3):
             tilewise.attention(x, x, x, causal=True, backend="metal")
-        tilewise.attention(x, x, x, softcap=3.0, backend="metal")  # options are no part of the text
         assert len(gpu.kept) == 1
+        tilewise.attention(x, x, x, causal=True, softcap=3.0, backend="metal")  # options are part of the text
+        assert len(gpu.kept) == 2
 
 
 @pytest.mark.slow  # 65 s: the simulator keeps a shadow of every byte

@@ -1,14 +1,18 @@
 """The Metal backend's plain functions: which problems, which kernel, tile and splits, which numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from metal_sim import problem, simulator
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import config, device, launch, params
+from tilewise.backends.metal.options import options_of
 from tilewise.backends.metal.spec import BK, Config, Operand, operand, padded
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import stored_as
+from tilewise.core.tensors import Tensors
 from tilewise.dispatch import planner
 
 
@@ -134,8 +138,8 @@ def test_columns_are_filled_up_to_few_sizes():
         256,
         576,
     ]
-    assert operand(96, stored_as("f16"), None).slice == 32
-    assert operand(80, stored_as("int8", 32), torch.bfloat16) == Operand("int8_t", "INT8", "bfloat", 96)
+    assert padded(80, 8) == 80
+    assert operand(80, stored_as("int8", 32), torch.bfloat16) == Operand("int8_t", "INT8", "bfloat", 80, 96, 32)
     assert operand(64, stored_as("fp8_e4m3", 32), None).type == "uint8_t"
 
 
@@ -145,3 +149,28 @@ def test_workspace_is_what_the_plan_says():
         assert plan.splits > 1
         assert plan.workspace_bytes == 4 * 2 * 8 * plan.splits * 66
         assert launch.workspace(torch.zeros(1), 5).numel() == 5
+
+
+def test_slices_of_columns_are_of_256_bytes_at_most():
+    for name, width, want in (("f16", 96, 96), ("f16", 128, 128), ("f16", 320, 80), ("f32", 96, 48), ("f32", 128, 64)):
+        assert operand(width, stored_as(name), None, 8).slice(8) == want
+    assert operand(128, stored_as("int8", 32), torch.float16, 8).slice(8) == 64, "tiles of floats"
+    assert operand(576, stored_as("f16"), None).slice(32) == 96
+
+
+def test_options_are_those_of_the_call():
+    p = problem(causal=True, softcap=3.0, mask=MaskSpec(torch.float16, (True, True, False, False)), q_len=64)
+    q, k = (torch.empty(2, 8, n, 64, dtype=torch.float16) for n in (64, 512))
+    tensors = Tensors(q, k, k, q, mask=torch.empty(2, 8, 64, 512, dtype=torch.float16))
+    c = config.config_of(p, 10)
+    made = options_of(p, c, tensors)
+    assert made.causal
+    assert made.softcap
+    assert made.natural, "a float mask may hold numbers that log2(e) times as large do not fit"
+    assert made.states
+    assert made.wide
+    assert not any((made.sinks, made.lse, made.left, made.page, made.splits))
+    q = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    assert not options_of(p, c, replace(tensors, q=q)).wide, "of this call, whatever the plan's was"
+    far = torch.empty_strided((2, 8, 2, 64), (0, 0, 2**26, 1), dtype=torch.float16, device="meta")
+    assert options_of(p, c, replace(tensors, k=far)).far

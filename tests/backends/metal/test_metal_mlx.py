@@ -3,6 +3,8 @@
 Without a Mac, MLX makes that text while a function is traced for export, and runs nothing.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -12,7 +14,6 @@ from metal_sim import needs_simulator
 from mslsim.lint import lint
 from mslsim.mlx_text import traced
 from tilewise import InvalidArgument, Unsupported
-from tilewise.backends.metal import text
 from tilewise.testing.case import Case
 from tilewise.tools.apple import check_mlx, to_torch
 
@@ -34,10 +35,12 @@ class Traced:
 
     def __init__(self, **made):
         self.kernel = mx.fast.metal_kernel(**made)
+        self.ours = made["header"], made["source"]
 
     def __call__(self, **call):
         inputs = call.pop("inputs")
         ((name, source),) = traced(lambda *arrays: self.kernel(inputs=list(arrays), verbose=True, **call), *inputs)
+        assert all(part in source for part in self.ours)
         SEEN.append(source)
         results = [
             memory(mx.zeros(shape, dtype))
@@ -87,12 +90,14 @@ def test_case(case):
 
 @needs_simulator
 @pytest.mark.usefixtures("simulated")
-def test_it_is_the_text_of_torch():
-    """What MLX is given, it passes on: all of our text is in its own."""
+def test_nothing_is_launched_or_bound_that_a_call_does_not_need():
+    """A kernel for the mask's tiles and one for the call. An array of zeros would be a launch of its own in MLX."""
     q = mx.random.normal((1, 2, 40, 64))
     mlx.attention(q, q, q, mask=mx.ones((40, 40), mx.bool_))
-    kernels = [name for source in SEEN for name in ("tiled", "classify") if text.body(name) in source]
-    assert kernels == ["classify", "tiled"]
+    signatures = [source.split("[[kernel]]")[1].partition("{")[0] for source in SEEN]
+    named = [re.findall(r"(\w+) \[\[buffer", signature) for signature in signatures]
+    parameters = ["ints", "strides", "floats"]
+    assert named == [["mask", *parameters, "states"], ["q", "k", "v", "mask", "states", *parameters, "out"]]
 
 
 @pytest.mark.usefixtures("simulated")

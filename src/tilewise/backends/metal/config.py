@@ -86,6 +86,11 @@ def uses_states(problem: Problem, c: Config) -> bool:
     return c.kernel == "tiled" and c.pack == 1
 
 
+def has_states(problem: Problem, c: Config) -> bool:
+    """Whether tiles have states in this launch."""
+    return (problem.tile_map is not None and uses_states(problem, c)) or classifies(problem, c)
+
+
 def classifies(problem: Problem, c: Config) -> bool:
     """Whether the mask's tiles are classified first, so that tiles can be skipped.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from ...core.problem import Problem
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from . import config, device, params, text
-from .spec import BK, THREADS, TYPES, Config, Spec, operand
+from .options import MASK_KINDS, options_of
+from .spec import BK, SIMDGROUPS, THREADS, TYPES, Config, Spec, operand
+from .text import LANES
 
-LANES = 32
 SOURCES = {  # the buffers of the attention kernels, and the fields of `Tensors` that they come from
     "q": "q", "k": "k", "v": "v", "k_scales": "k_scales", "v_scales": "v_scales", "mask": "mask",
     "slopes": "alibi_slopes", "sinks": "sinks", "lengths": "kv_lengths", "offsets": "q_offset",
@@ -26,30 +27,34 @@ def run(plan: Plan, tensors: Tensors) -> None:
     p, c = plan.problem, plan.detail
     gpu = device.current()
     states = tile_states(p, c, tensors, gpu)
-    ints, floats = params.sizes(p, c, states is not None)
-    numbers = params.Numbers(ints, params.strides(tensors, states), floats)
+    numbers = params.numbers(p, c, tensors, states)
     rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
     given: dict[str, Any] = {name: stored(getattr(tensors, field)) for name, field in SOURCES.items()}
-    given |= {"states": states, "partial": None, "partial_ml": None}
+    given["states"] = states
     if c.splits > 1:
         given["partial"] = workspace(tensors.q, rows * c.splits * p.value_dim)
         given["partial_ml"] = workspace(tensors.q, rows * c.splits * 2)
     made = spec(p, c, tensors)
     grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
-    launch(gpu, c.kernel, text.attention(made), given, numbers, grid, THREADS)
+    launch(gpu, text.attention(made), given, numbers, grid, THREADS)
     if c.splits > 1:
-        launch(gpu, "combine", text.combine(made.q_type), given, numbers, (rows // p.heads, p.heads, 1), LANES)
+        combine = text.combine(made.q_type, made.options)
+        launch(gpu, combine, given, numbers, (rows // p.heads, p.heads, 1), LANES)
 
 
 def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
     """What the attention kernel's source is generated for."""
     p = problem
+    unit = 32 if c.kernel == "vector" else 8 * SIMDGROUPS // (c.rows // 8)  # columns of all simdgroups of a row
     scales = [None if x is None else x.dtype for x in (t.k_scales, t.v_scales)]
-    keys = operand(p.head_dim, p.k_format, scales[0])
-    values = operand(p.value_dim, p.v_format, scales[1])
+    keys = operand(p.head_dim, p.k_format, scales[0], unit)
+    values = operand(p.value_dim, p.v_format, scales[1], unit)
+    made = Spec(c.kernel, TYPES[p.q_dtype], keys, values, options_of(p, c, t))
+    if c.kernel == "vector" and config.reads_once(p, c):  # a lane has the same columns of both
+        return replace(made, values=replace(values, columns=keys.columns), rows=c.rows, v_in_k=True)
     if c.kernel == "vector":
-        return Spec("vector", TYPES[p.q_dtype], keys, values, rows=c.rows, v_in_k=config.reads_once(p, c))
-    return Spec("tiled", TYPES[p.q_dtype], keys, values, sg_rows=c.rows // 8)
+        return replace(made, rows=c.rows)
+    return replace(made, sg_rows=c.rows // 8)
 
 
 def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.Tensor | None:
@@ -61,11 +66,17 @@ def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.
     assert t.mask is not None
     shape = state_shape(p, c)
     states = torch.empty(shape, dtype=torch.uint8, device=t.q.device)
-    ints, floats = params.sizes(p, c, False)
-    numbers = params.Numbers(ints, params.strides(t, None), floats)
+    numbers = params.numbers(p, c, t, None)
     planes, heads, tiles_q, tiles_k = shape
     grid = (tiles_k, tiles_q, planes * heads)
-    launch(gpu, "classify", text.classification(), {"mask": t.mask, "states": states}, numbers, grid, LANES)
+    launch(
+        gpu,
+        text.classification(MASK_KINDS[t.mask.dtype]),
+        {"mask": stored(t.mask), "states": states},
+        numbers,
+        grid,
+        LANES,
+    )
     return states
 
 
@@ -78,21 +89,18 @@ def state_shape(p: Problem, c: Config) -> list[int]:
 
 def launch(
     gpu: device.Device,
-    name: str,
-    source: str,
+    source: text.Source,
     given: dict[str, Any],
     numbers: params.Numbers,
     grid: tuple[int, int, int],
     threads: int,
 ) -> None:
-    """One kernel over `grid` threadgroups of `threads`. Absent buffers are bound to a few zeros."""
-    kernel = gpu.kernel(name, source, threads)
-    names = text.BUFFERS[name].names
-    some = next(x for x in given.values() if x is not None)
+    """One kernel over `grid` threadgroups of `threads`."""
+    kernel = gpu.kernel(source.kernel, source.torch, threads)
     lists = numbers._asdict()
-    arguments = [lists[n] if n in lists else given[n] if given[n] is not None else nothing(some.device) for n in names]
+    names = source.names
     kernel(
-        *arguments,
+        *(lists[n] if n in lists else given[n] for n in names),
         threads=[grid[0] * threads, grid[1], grid[2]],
         group_size=[threads, 1, 1],
         arg_casts={names.index("ints"): "int32"},
@@ -102,12 +110,6 @@ def launch(
 def workspace(like: torch.Tensor, size: int) -> torch.Tensor:
     """Uninitialised floats."""
     return like.new_empty(size, dtype=torch.float32)
-
-
-@cache
-def nothing(on: torch.device) -> torch.Tensor:
-    """What an unused buffer is bound to."""
-    return torch.zeros(8, dtype=torch.int32, device=on)
 
 
 def stored(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -28,8 +28,10 @@ from ...validation import calls
 from ...validation.calls import Call
 from . import config, params, text, unserved
 from .device import TYPICAL_CORES
-from .launch import LANES, SOURCES, spec, state_shape
+from .launch import SOURCES, spec, state_shape
+from .options import MASK_KINDS
 from .spec import THREADS
+from .text import LANES
 
 DTYPES = {
     mx.float32: torch.float32,
@@ -40,7 +42,6 @@ DTYPES = {
     mx.int64: torch.int64,
 }
 MLX = {of: name for name, of in DTYPES.items()}
-TYPES = {"float": mx.float32, "half": mx.float16, "bfloat": mx.bfloat16, "uint8_t": mx.uint8, "int": mx.int32}
 Outputs = dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes
 FEWEST = 8  # elements: MLX passes smaller arrays in another address space
 REFUSED = {"out": "MLX arrays are not written to", "tile_map": "a mask's tiles are classified anyway"}
@@ -116,30 +117,29 @@ def _launch(call: Call, arrays: dict[str, Any]) -> Any:
     given: dict[str, Any] = {name: _as_stored(name, arrays.get(field)) for name, field in SOURCES.items()}
     states = None
     if config.classifies(p, c):
+        assert t.mask is not None
         shape = state_shape(p, c)
         states = torch.empty(shape, dtype=torch.uint8, device="meta")
-        numbers = _numbers(*params.sizes(p, c, False), params.strides(t, None))
+        numbers = _arrays(params.numbers(p, c, t, None))
         grid = (shape[3], shape[2], shape[0] * shape[1])
-        outputs: Outputs = {"states": (tuple(shape), mx.uint8)}
-        given |= _call("classify", text.classification_header(), given | numbers, outputs, grid, LANES)
+        source = text.classification(MASK_KINDS[t.mask.dtype])
+        given |= _call(source, given | numbers, {"states": (tuple(shape), mx.uint8)}, grid, LANES)
 
-    numbers = _numbers(*params.sizes(p, c, states is not None), params.strides(t, states))
+    numbers = _arrays(params.numbers(p, c, t, states))
     made = spec(p, c, t)
     rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
-    unused = ((FEWEST,), mx.float32)
-    results: Outputs = {"out": (tuple(call.out.shape), MLX[p.q_dtype]), "lse": unused}
+    outputs: Outputs = {"out": (tuple(call.out.shape), MLX[p.q_dtype])}
     if call.lse is not None:
-        results["lse"] = (tuple(call.lse.shape), mx.float32)
-    outputs = results | {"partial": unused, "partial_ml": unused}
-    if c.splits > 1:  # then `combine` writes the results
-        outputs = {"out": ((FEWEST,), MLX[p.q_dtype]), "lse": unused}
-        outputs["partial"] = ((rows * c.splits * p.value_dim,), mx.float32)
-        outputs["partial_ml"] = ((rows * c.splits * 2,), mx.float32)
+        outputs["lse"] = (tuple(call.lse.shape), mx.float32)
+    parts = {
+        "partial": ((rows * c.splits * p.value_dim,), mx.float32),
+        "partial_ml": ((rows * c.splits * 2,), mx.float32),
+    }
     grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
-    given |= _call(c.kernel, text.header(made), given | numbers, outputs, grid, THREADS)
+    given |= _call(text.attention(made), given | numbers, outputs | parts, grid, THREADS)
     if c.splits > 1:
-        grid = (rows // p.heads, p.heads, 1)
-        given |= _call("combine", text.combine_header(made.q_type), given | numbers, results, grid, LANES)
+        combine = text.combine(made.q_type, made.options)
+        given |= _call(combine, given | numbers, outputs, (rows // p.heads, p.heads, 1), LANES)
     return given["out"] if call.lse is None else _state(given["out"], given["lse"])
 
 
@@ -148,44 +148,40 @@ def _state(out: Any, lse: Any) -> AttentionState:
 
 
 def _call(
-    name: str,
-    header: str,
+    source: text.Source,
     given: dict[str, Any],
     outputs: Outputs,
     grid: tuple[int, int, int],
     threads: int,
 ) -> dict[str, Any]:
     """One kernel over `grid` threadgroups: its outputs by name."""
-    buffers = text.BUFFERS[name]
-    inputs = [_enough(given.get(n), buffers.inputs.get(n, "")) for n in (*buffers.inputs, *text.PARAMETERS)]
-    made = _kernel(name, header, make_kernel)(
-        inputs=inputs,
+    made = _kernel(source, make_kernel)(
+        inputs=[_enough(given[name]) for name in (*source.inputs, *text.PARAMETERS)],
         grid=(grid[0] * threads, grid[1], grid[2]),
         threadgroup=(threads, 1, 1),
-        output_shapes=[outputs[n][0] for n in buffers.outputs],
-        output_dtypes=[outputs[n][1] for n in buffers.outputs],
+        output_shapes=[outputs[name][0] for name in source.outputs],
+        output_dtypes=[outputs[name][1] for name in source.outputs],
     )
-    return dict(zip(buffers.outputs, made, strict=True))
+    return dict(zip(source.outputs, made, strict=True))
 
 
 @lru_cache(maxsize=1024)
-def _kernel(name: str, header: str, make: Callable[..., Any]) -> Any:
-    buffers = text.BUFFERS[name]
+def _kernel(source: text.Source, make: Callable[..., Any]) -> Any:
     return make(
         # MLX caches compiled kernels by name.
-        name=f"tilewise_{name}_{hashlib.sha256(header.encode()).hexdigest()[:12]}",
-        input_names=[*buffers.inputs, *text.PARAMETERS],
-        output_names=list(buffers.outputs),
-        source=text.body(name),
-        header=header,
+        name=f"tilewise_{source.kernel}_{hashlib.sha256(source.torch.encode()).hexdigest()[:12]}",
+        input_names=[*source.inputs, *text.PARAMETERS],
+        output_names=list(source.outputs),
+        source=source.body,
+        header=source.header,
     )
 
 
-def _numbers(ints: tuple[int, ...], floats: tuple[float, ...], strides: tuple[int, ...]) -> dict[str, Any]:
+def _arrays(numbers: params.Numbers) -> dict[str, Any]:
     return {
-        "ints": mx.array(list(ints), mx.int32),
-        "strides": mx.array(list(strides), mx.int64),
-        "floats": mx.array(list(floats), mx.float32),
+        "ints": mx.array(list(numbers.ints), mx.int32),
+        "strides": mx.array(list(numbers.strides), mx.int64),
+        "floats": mx.array(list(numbers.floats), mx.float32),
     }
 
 
@@ -200,10 +196,8 @@ def _as_stored(name: str, x: mx.array | None) -> mx.array | None:
     return x.view(mx.uint8) if name == "mask" else x
 
 
-def _enough(x: mx.array | None, of: str) -> mx.array:
-    """An array of 8 elements or more; zeros for an absent one."""
-    if x is None:
-        return mx.zeros((FEWEST,), TYPES.get(of, mx.float32))
+def _enough(x: mx.array) -> mx.array:
+    """An array of 8 elements or more."""
     return x if x.size >= FEWEST else mx.pad(x.flatten(), (0, FEWEST - x.size))
 
 

@@ -1,25 +1,25 @@
-"""Parameters of a call, as the kernels read them: sizes and flags in int32, strides in int64, floats.
+"""Parameters of a call, as the kernels read them: sizes in int32, strides in int64, floats.
 
 Their order is that of the names below; `text.py` generates the parameter struct from the same names.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.mask_rules import NO_RULES
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from ..gpu.flags import softcap_of
+from .options import is_natural
 from .spec import BK, Config
 
 INTS = (
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "packed", "varlen", *NO_RULES.numbers(), "page_size",
-    "head_dim", "value_dim", "pack", "splits", "split_tiles", "mask_kind", "k_group", "v_group", "has_states",
-    "has_slopes", "has_sinks", "has_lse", "tile_q", "tile_k", "plane_heads", "plane_rows", "plane_keys",
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "left", "right", "chunk", "q_offset", "value_dim",
+    "splits", "split_tiles", "tile_q", "tile_k", "plane_heads", "plane_rows", "plane_keys",
 )  # fmt: skip
 STRIDES = (
     "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l", "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l",
@@ -28,7 +28,7 @@ STRIDES = (
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "unused_2", "unused_3", "unused_4", "unused_5", "unused_6", "unused_7")  # MLX wants 8
 MOST = 2**30 - 1  # largest position: the distance of two stays within 31 bits
-MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+MOST_FLOAT = torch.finfo(torch.float32).max
 
 
 class Numbers(NamedTuple):
@@ -39,42 +39,41 @@ class Numbers(NamedTuple):
     floats: tuple[float, ...]
 
 
+def numbers(problem: Problem, c: Config, t: Tensors, states: torch.Tensor | None) -> Numbers:
+    ints, floats = sizes(problem, c)
+    return Numbers(ints, strides(t, states), floats)
+
+
 @lru_cache(maxsize=4096)
-def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def sizes(problem: Problem, c: Config) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The parameters that do not depend on the tensors."""
     p = problem
     mask = (False,) * 4 if p.mask is None else p.mask.broadcast
     values: dict[str, int] = {
+        **p.rules.numbers(),
         "batch": p.batch,
         "heads": p.heads,
         "group": p.group,
         "q_len": p.q_len,
         "kv_len": p.kv_len,
         "total_q": p.total_q,
-        "packed": p.packed_q,
-        "varlen": p.form == "varlen",
-        **p.rules.numbers(),
-        "page_size": p.page_size,
-        "head_dim": p.head_dim,
         "value_dim": p.value_dim,
-        "pack": c.pack,
         "splits": c.splits,
         "split_tiles": c.split_tiles,
-        "mask_kind": 0 if p.mask is None else MASK_KINDS[p.mask.dtype],
-        "k_group": p.k_format.group or 1,
-        "v_group": p.v_format.group or 1,
-        "has_states": has_states,
-        "has_slopes": p.alibi,
-        "has_sinks": p.sinks,
-        "has_lse": p.return_lse,
         "tile_q": c.queries,
         "tile_k": BK,
         "plane_heads": 1 if mask[1] else p.heads,
         "plane_rows": 1 if mask[2] else p.q_len,
         "plane_keys": 1 if mask[3] else p.kv_len,
     }
-    floats = {"scale": p.scale, "softcap": softcap_of(p)}
+    floats = {"scale": scale_of(p), "softcap": softcap_of(p)}
     return tuple(int(values[name]) for name in INTS), tuple(float(floats.get(name, 0.0)) for name in FLOATS)
+
+
+def scale_of(problem: Problem) -> float:
+    """The scale in the units of a logit."""
+    unit = 1.0 if is_natural(problem) else math.log2(math.e)
+    return min(max(problem.scale * unit, -MOST_FLOAT), MOST_FLOAT)
 
 
 def strides(t: Tensors, states: torch.Tensor | None) -> tuple[int, ...]:

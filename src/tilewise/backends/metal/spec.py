@@ -29,27 +29,70 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Operand:
-    """K or V as a kernel reads it: type and kind of the storage, and its columns, padded with zeros."""
+    """K or V as a kernel reads it: type and kind of the storage, its columns, padded with zeros, and what a scale is
+    for."""
 
     type: str
     kind: str
     scale_type: str
+    width: int
     columns: int
+    group: int = 1
 
     @property
-    def slice(self) -> int:
-        """Columns that go through threadgroup memory at a time."""
-        return 64 if self.columns % 64 == 0 else 32
+    def tile(self) -> str:
+        """The type of a tile in threadgroup memory."""
+        return self.type if self.kind == "PLAIN" else "float"
+
+    def slice(self, unit: int) -> int:
+        """Columns that go through threadgroup memory at a time: at most 256 bytes of a row."""
+        most = 128 if self.is_short else 64
+        return max(n for n in range(unit, most + 1, unit) if self.columns % n == 0)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its tiles are of 16 bits."""
+        return self.tile != "float"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that a source is made for: it has code for these and no others. The text knows them by their names in
+    capitals.
+    """
+
+    packed: bool = False
+    varlen: bool = False
+    page: int = 0  # keys of a page; 0: none
+    causal: bool = False
+    left: bool = False
+    right: bool = False
+    chunk: bool = False
+    offset: int = 0  # a value of OFFSET_KINDS
+    lengths: bool = False
+    mask: int = 0  # a value of MASK_KINDS
+    states: bool = False  # tiles have states: skip, full, mixed
+    softcap: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    lse: bool = False
+    natural: bool = False  # logits are in natural units, not in those of log 2
+    splits: bool = False
+    fixed_splits: bool = False
+    pack: int = 1
+    wide: bool = False  # rows begin at multiples of 16 bytes
+    far: bool = False  # offsets within a tile take 64 bits
 
 
 @dataclass(frozen=True)
 class Spec:
-    """All that an attention kernel's source depends on. Other options are checked at run time."""
+    """All that an attention kernel's source depends on."""
 
     kernel: str  # "tiled" or "vector"
     q_type: str
     keys: Operand
     values: Operand
+    options: Options = Options()
     sg_rows: int = 0  # tiled: simdgroups over rows, the others share columns
     rows: int = 0  # vector: rows of a threadgroup
     v_in_k: bool = False  # vector: values are the first columns of the keys, and are not read again
@@ -70,13 +113,13 @@ class Config:
         return self.rows // self.pack
 
 
-def operand(width: int, fmt: StorageFormat, scales: torch.dtype | None) -> Operand:
+def operand(width: int, fmt: StorageFormat, scales: torch.dtype | None, unit: int = 32) -> Operand:
     type_ = TYPES.get(fmt.dtype, "uint8_t")  # bytes where Metal has no such type
     scale_type = TYPES[scales or torch.float32] if fmt.is_quantised else "float"
-    return Operand(type_, KINDS[fmt.name], scale_type, padded(width))
+    return Operand(type_, KINDS[fmt.name], scale_type, width, padded(width, unit), fmt.group or 1)
 
 
-def padded(width: int) -> int:
-    """Columns padded to a multiple of 32, of 64 above 128: few kernels, little padding."""
-    unit = 32 if width <= 128 else 64
+def padded(width: int, unit: int = 32) -> int:
+    """Columns padded to a multiple of `unit`, of 64 above 128: these have many slices."""
+    unit = unit if width <= 128 else 64
     return -(-width // unit) * unit

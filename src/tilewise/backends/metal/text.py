@@ -1,22 +1,24 @@
-"""The MSL source of a kernel: includes, then types and constants, then the files of `kernels/`.
+"""The MSL source of a kernel: includes, then, in a namespace, types, options and constants, and files of `kernels/`.
 
-A kernel's file ends with the body of its entry. Its signature is generated here from the list of its buffers: for torch
-a `kernel void` whose buffers are bound by position; MLX generates its own from the same names. There are no function
-constants and no headers but Metal's, since `torch.mps.compile_shader` takes neither.
+A kernel's file ends with the body of its entry. Its signature is generated here from the list of the buffers that its
+options need: for torch a `kernel void` whose buffers are bound by position; MLX generates its own from the same names.
+There are no function constants and no headers but Metal's, since `torch.mps.compile_shader` takes neither.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from ...core.mask_rules import OFFSET_KINDS
 from ...core.storage import LEVEL_WORDS
 from .params import FLOATS, INTS, STRIDES
-from .spec import KINDS, SIMDGROUPS, Spec
+from .spec import KINDS, SIMDGROUPS, THREADS, Operand, Options, Spec
 
+LANES = 32
 ENTRY = "//: entry\n"
+FIRST = "using namespace tilewise;\n"
 INCLUDES = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
 PLACES = (
     "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]",
@@ -24,36 +26,37 @@ PLACES = (
     "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]",
     "uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]]",
 )
-PARAMETERS = ("ints", "strides", "floats")
+PARAMETERS = {"ints": "constant int*", "strides": "constant long*", "floats": "constant float*"}
+Types = dict[str, str]
 
 
-class Buffers(NamedTuple):
-    """A kernel's buffers in the order in which they are bound, with their types; the parameters come in between."""
+@dataclass(frozen=True)
+class Source:
+    """A kernel's source, and its buffers in the order in which they are bound, with their types: parameters come in
+    between.
+    """
 
-    inputs: dict[str, str]
-    outputs: dict[str, str]
+    kernel: str
+    inputs: Types
+    outputs: Types
+    header: str  # all but its entry
+    body: str
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.inputs, *PARAMETERS, *self.outputs)
 
+    @cached_property
+    def torch(self) -> str:
+        """The whole text, with a signature for `torch.mps.compile_shader`."""
+        declared = {name: f"device const {of}*" for name, of in self.inputs.items()} | PARAMETERS
+        declared |= {name: f"device {of}*" for name, of in self.outputs.items()}
+        listed = [f"{of} {name} [[buffer({i})]]" for i, (name, of) in enumerate(declared.items())]
+        signature = ",\n    ".join([*listed, *PLACES])
+        return f"{self.header}\nkernel void {self.kernel}(\n    {signature}) {{\n{self.body}}}\n"
 
-_ATTEND = Buffers(
-    {
-        "q": "TQ", "k": "TK", "v": "TV", "k_scales": "TKS", "v_scales": "TVS", "mask": "uint8_t", "states": "uint8_t",
-        "slopes": "float", "sinks": "float", "lengths": "int", "offsets": "int", "cu_q": "int", "cu_k": "int",
-        "table": "int",
-    },
-    {"out": "TQ", "lse": "float", "partial": "float", "partial_ml": "float"},
-)  # fmt: skip
-BUFFERS = {
-    "tiled": _ATTEND,
-    "vector": _ATTEND,
-    "combine": Buffers(
-        {"partial": "float", "partial_ml": "float", "sinks": "float", "cu_q": "int"}, {"out": "TQ", "lse": "float"}
-    ),
-    "classify": Buffers({"mask": "uint8_t"}, {"states": "uint8_t"}),
-}
+    def __hash__(self) -> int:
+        return hash((self.header, self.body))
 
 
 @cache
@@ -65,68 +68,100 @@ def _file(name: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=1024)
-def attention(spec: Spec) -> str:
-    """The source of an attention kernel, for torch."""
-    return _for_torch(spec.kernel, header(spec))
+def attention(spec: Spec) -> Source:
+    """An attention kernel."""
+    o, keys, values = spec.options, spec.keys, spec.values
+    wanted = {
+        "q": spec.q_type, "k": keys.type, "v": values.type,
+        "k_scales": keys.scale_type * (keys.kind != "PLAIN"), "v_scales": values.scale_type * (values.kind != "PLAIN"),
+        "mask": "uint8_t" * (o.mask > 0), "states": "uint8_t" * o.states, "slopes": "float" * o.slopes,
+        "sinks": "float" * (o.sinks and not o.splits), "lengths": "int" * o.lengths,
+        "offsets": "int" * (o.offset == OFFSET_KINDS["rows"]), "cu_q": "int" * o.packed, "cu_k": "int" * o.varlen,
+        "table": "int" * (o.page > 0),
+    }  # fmt: skip
+    types = {
+        "TQ": spec.q_type, "TK": keys.type, "TV": values.type, "TKS": keys.scale_type, "TVS": values.scale_type,
+        "Step": "long" if o.far else "int",
+    }  # fmt: skip
+    constants = _constants(o) | _operand("K", keys, o.wide) | _operand("V", values, o.wide)
+    constants |= {"DP": keys.columns, "DVP": values.columns, "HEAD_DIM": keys.width, "VALUE_DIM": values.width}
+    if spec.kernel == "tiled":
+        columns = SIMDGROUPS // spec.sg_rows
+        types |= {"QT": spec.q_type, "KT": keys.tile, "VT": values.tile}
+        constants |= {"DC": keys.slice(8), "DVC": values.slice(8 * columns)}
+        constants |= {"SG_ROWS": spec.sg_rows, "SG_COLS": columns}
+        wide = o.wide and spec.q_type != "float"
+        constants |= {"Q_WIDE": wide and keys.width % 8 == 0, "OUT_WIDE": wide and values.width % 2 == 0}
+    else:
+        constants |= {"ROWS": spec.rows, "V_IN_K": spec.v_in_k}
+    outputs = {"partial": "float", "partial_ml": "float"}
+    if not o.splits:
+        outputs = {"out": spec.q_type} | ({"lse": "float"} if o.lse else {})
+    inputs = {name: of for name, of in wanted.items() if of}
+    return _source(spec.kernel, ("rows", "elements"), inputs, outputs, types, constants, THREADS)
 
 
 @lru_cache(maxsize=64)
-def combine(q_type: str) -> str:
-    """The source of the kernel that combines splits."""
-    return _for_torch("combine", combine_header(q_type))
+def combine(q_type: str, o: Options) -> Source:
+    """The kernel that combines splits."""
+    inputs = {"partial": "float", "partial_ml": "float"}
+    inputs |= {"sinks": "float"} if o.sinks else {}
+    inputs |= {"cu_q": "int"} if o.packed else {}
+    outputs = {"out": q_type} | ({"lse": "float"} if o.lse else {})
+    return _source("combine", (), inputs, outputs, {"TQ": q_type}, _constants(o), LANES)
 
 
 @cache
-def classification() -> str:
-    """The source of the kernel that classifies a mask's tiles."""
-    return _for_torch("classify", classification_header())
+def classification(mask: int) -> Source:
+    """The kernel that classifies a mask's tiles."""
+    constants = _constants(Options(mask=mask))
+    return _source("classify", (), {"mask": "uint8_t"}, {"states": "uint8_t"}, {}, constants, LANES)
 
 
-def header(spec: Spec) -> str:
-    """The source of an attention kernel without its entry."""
-    types = {
-        "TQ": spec.q_type, "TK": spec.keys.type, "TV": spec.values.type, "TKS": spec.keys.scale_type,
-        "TVS": spec.values.scale_type,
-    }  # fmt: skip
-    constants: dict[str, object] = {"K_KIND": spec.keys.kind, "V_KIND": spec.values.kind}
-    constants |= {"DP": spec.keys.columns, "DVP": spec.values.columns}
-    if spec.kernel == "tiled":
-        constants |= {"DC": spec.keys.slice, "DVC": spec.values.slice}
-        constants |= {"SG_ROWS": spec.sg_rows, "SG_COLS": SIMDGROUPS // spec.sg_rows}
-    else:
-        constants |= {"ROWS": spec.rows, "V_IN_K": int(spec.v_in_k)}
-    return _header(spec.kernel, types, constants)
+def _constants(options: Options) -> dict[str, object]:
+    kinds: dict[str, object] = {name: number for number, name in enumerate(dict.fromkeys(KINDS.values()))}
+    kinds |= dict(zip(("LEVELS_LOW", "LEVELS_HIGH"), map("{:#x}u".format, LEVEL_WORDS), strict=True))
+    kinds |= {f"OFFSET_{kind.upper()}": number for kind, number in OFFSET_KINDS.items()}
+    return kinds | {field.name.upper(): getattr(options, field.name) for field in fields(options)}
 
 
-def combine_header(q_type: str) -> str:
-    return _header("combine", {"TQ": q_type} | dict.fromkeys(("TK", "TV", "TKS", "TVS"), "float"), _PLAIN)
+def _operand(name: str, x: Operand, wide: bool) -> dict[str, object]:
+    """What the text knows of K or V. Non-finite numbers of 16 bits are found by their exponents, two at a time."""
+    exponent = {"half": 0x7C00, "bfloat": 0x7F80}.get(x.type, 0)
+    lowest = exponent & -exponent
+    return {
+        f"{name}_KIND": x.kind,
+        f"{name}_GROUP": x.group,
+        f"{name}_SCALED": x.kind != "PLAIN",
+        f"{name}_WIDE": wide and exponent > 0 and x.width % 8 == 0,
+        f"{name}_EXPONENTS": f"{exponent << 16 | exponent:#x}u",
+        f"{name}_LOWEST_BITS": f"{lowest << 16 | lowest:#x}u",
+    }
 
 
-def classification_header() -> str:
-    return _header("classify", dict.fromkeys(("TQ", "TK", "TV", "TKS", "TVS"), "float"), _PLAIN)
-
-
-def body(kernel: str) -> str:
-    """The body of a kernel's entry."""
-    return _file(kernel)[1]
-
-
-_PLAIN: dict[str, object] = {"K_KIND": "PLAIN", "V_KIND": "PLAIN"}
-
-
-def _header(kernel: str, types: dict[str, str], constants: dict[str, object]) -> str:
+def _source(
+    kernel: str,
+    files: tuple[str, ...],
+    inputs: Types,
+    outputs: Types,
+    types: Types,
+    constants: dict[str, object],
+    threads: int,
+) -> Source:
     # After the includes: a macro of one letter before them would break Metal's own headers.
-    lines = [f"typedef {of} {name};" for name, of in types.items()]
-    kinds = {name: number for number, name in enumerate(dict.fromkeys(KINDS.values()))}
-    levels = dict(zip(("LEVELS_LOW", "LEVELS_HIGH"), map("{:#x}u".format, LEVEL_WORDS), strict=True))
-    lines += [f"#define {name} {value}" for name, value in (kinds | levels | constants).items()]
-    return (
-        INCLUDES
-        + "\n".join(lines)
-        + "\n"
-        + _params()
-        + "".join(_file(name)[0] for name in ("common", "elements", kernel))
-    )
+    lines = [INCLUDES.rstrip(), "namespace tilewise {"]
+    lines += [f"typedef {of} {name};" for name, of in types.items()]
+    lines += [f"#define {name} {int(value) if isinstance(value, bool) else value}" for name, value in constants.items()]
+    members = [f"  device const {of}* {name};" for name, of in inputs.items()]
+    members += [f"  device {of}* {name};" for name, of in outputs.items()]
+    lines += [_params(), "struct Tensors {", *members, "};", ""]
+    functions = "".join(_file(name)[0] for name in ("common", *files, kernel))
+    # Metal's compiler keeps to the registers of 1024 threads unless it is told. The last line: MLX's entry follows it.
+    limit = f"[[max_total_threads_per_threadgroup({threads})]]"
+    body = _file(kernel)[1]
+    assert body.startswith(FIRST)
+    bound = f"{FIRST}const Tensors t = {{{', '.join((*inputs, *outputs))}}};\n{body.removeprefix(FIRST)}"
+    return Source(kernel, inputs, outputs, "\n".join(lines) + functions + f"}} // namespace tilewise\n{limit}", bound)
 
 
 @cache
@@ -135,19 +170,8 @@ def _params() -> str:
     kinds = (("int", INTS, "ints"), ("long", STRIDES, "strides"), ("float", FLOATS, "floats"))
     members = "".join(f"  {kind} {name};\n" for kind, names, _ in kinds for name in names)
     reads = "".join(f"  p.{name} = {source}[{i}];\n" for _, names, source in kinds for i, name in enumerate(names))
-    offsets = "".join(f"#define OFFSET_{kind.upper()} {number}\n" for kind, number in OFFSET_KINDS.items())
     return (
-        f"{offsets}struct Params {{\n{members}}};\n"
+        f"struct Params {{\n{members}}};\n"
         "template <class I, class L, class F> inline Params read_params(I ints, L strides, F floats) {\n"
-        f"  Params p;\n{reads}  return p;\n}}\n"
+        f"  Params p;\n{reads}  return p;\n}}"
     )
-
-
-def _for_torch(kernel: str, header: str) -> str:
-    buffers = BUFFERS[kernel]
-    parameters = {"ints": "constant int*", "strides": "constant long*", "floats": "constant float*"}
-    declared = {name: f"device const {of}*" for name, of in buffers.inputs.items()} | parameters
-    declared |= {name: f"device {of}*" for name, of in buffers.outputs.items()}
-    listed = [f"{of} {name} [[buffer({i})]]" for i, (name, of) in enumerate(declared.items())]
-    signature = ",\n    ".join([*listed, *PLACES])
-    return f"{header}\nkernel void {kernel}(\n    {signature}) {{\n{body(kernel)}}}\n"
