@@ -15,7 +15,7 @@ from .core import keywords
 from .core.arrays import converter_back, to_tensor
 from .core.dropout import with_seed
 from .core.expression.mods import Bound, bind
-from .core.options import Options
+from .core.options import STATISTICS, Options
 from .core.plan import Plan
 from .core.problem import CAPTURED, GRADS, Problem, captured_number
 from .core.tensors import TangentTensors, Tensors
@@ -99,8 +99,9 @@ def attention_backward(
     for name in ("block_table", "context_lens"):
         if name in options:
             raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
-    if unknown := [name for name in options if name not in Options.__dataclass_fields__ or name in FORWARD_ONLY]:
-        known = dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__])
+    taken = [name for name in Options.__dataclass_fields__ if name not in (*FORWARD_ONLY, *STATISTICS)]
+    if unknown := [name for name in options if name not in taken]:
+        known = dict.fromkeys([*keywords.of(attention_backward), *taken])
         keywords.refuse(unknown, known, "tilewise.attention_backward")
     planner.check_name(backend)
     functions = options.pop("score_mod", None), options.pop("mask_mod", None)

@@ -499,6 +499,14 @@ def test_entropy_of_parts_has_a_gradient():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def test_a_backward_pass_has_none():
+    q = torch.randn(1, 4, 6, 32)
+    out, lse = attention(q, q, q, return_lse=True)
+    for option in ({"return_aux": ("lse",)}, {"key_mass_queries": 3}):
+        with pytest.raises(TypeError, match=rf"{next(iter(option))}: got an unknown keyword; help"):
+            tilewise.attention_backward(q, q, q, out, lse, out, **option)
+
+
 def test_what_does_not_merge_says_so():
     q, k, v = drawn((1, 4, 6, 32), (1, 2, 40, 32), (1, 2, 40, 32))
 
