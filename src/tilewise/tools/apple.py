@@ -135,7 +135,7 @@ def mlx_times() -> Iterator[Timed]:
     """Times the kernels under MLX and `mx.fast.scaled_dot_product_attention`."""
     import mlx.core as mx
 
-    from ..backends.metal.mlx import attention
+    from ..mlx import attention
 
     def prepare(s: Shape) -> list[Callable[[], object]]:
         q, k, v = (mx.random.normal(size).astype(mx.float16) for size in s.sizes())
@@ -180,7 +180,7 @@ def check_mlx(case: Case) -> Verdict:
     """One case with MLX arrays."""
     import mlx.core as mx
 
-    from ..backends.metal import mlx as ours
+    from .. import mlx as ours
 
     entries: dict[Any, Any] = {
         api.attention: ours.attention,

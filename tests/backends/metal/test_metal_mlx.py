@@ -18,7 +18,7 @@ from tilewise.testing.case import Case
 from tilewise.tools.apple import check_mlx, to_torch
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
-from tilewise.backends.metal import mlx  # noqa: E402
+from tilewise import mlx  # noqa: E402
 
 SEEN = []
 

@@ -1,9 +1,11 @@
-"""The same kernels for MLX arrays, through `mx.fast.metal_kernel`: no torch tensor holds data on the way.
+"""Attention for MLX arrays by the kernels of backend `metal`, through `mx.fast.metal_kernel`.
+
+No torch tensor holds data on the way.
 
 Arguments are checked and planned by their shapes and dtypes alone, as tensors without memory. MLX generates kernel
 signatures from the names of buffers; the source and the bodies of entries are the same as for torch.
 
-    from tilewise.backends.metal.mlx import attention
+    from tilewise.mlx import attention
     out = attention(q, k, v, causal=True, window=4096)
 
 The functions take the options of `tilewise.attention` and its kin, as mx.arrays or numbers, except `out`, `tile_map` (a
@@ -20,18 +22,18 @@ from typing import Any
 import mlx.core as mx
 import torch
 
-from ...core.options import Options
-from ...core.signatures import NAMES
-from ...errors import InvalidArgument, Unsupported
-from ...state import AttentionState
-from ...validation import calls
-from ...validation.calls import Call
-from . import config, params, text, unserved
-from .device import TYPICAL_CORES
-from .launch import SOURCES, spec, state_shape
-from .options import MASK_KINDS
-from .spec import THREADS
-from .text import LANES
+from .backends.metal import config, params, text, unserved
+from .backends.metal.device import TYPICAL_CORES
+from .backends.metal.launch import SOURCES, spec, state_shape
+from .backends.metal.options import MASK_KINDS
+from .backends.metal.spec import THREADS
+from .backends.metal.text import LANES
+from .core.options import Options
+from .core.signatures import NAMES
+from .errors import InvalidArgument, Unsupported
+from .state import AttentionState
+from .validation import calls
+from .validation.calls import Call
 
 DTYPES = {
     mx.float32: torch.float32,
