@@ -322,7 +322,7 @@ def test_refusals():
         ("v", "Quantised", lambda: attention(q, k, int8)),
         ("out", "torch.no_grad", lambda: attention(q, k, v, out=torch.empty_like(q))),
         ("q", "paged", lambda: paged_attention(q, pages, pages, table, lengths)),
-        ("mask", "no tensors", lambda: attention(*arrays, mask=peaked(20, 33).requires_grad_())),
+        ("mask", "arrays other than torch tensors", lambda: attention(*arrays, mask=peaked(20, 33).requires_grad_())),
         ("k", "dequantise", lambda: attention_backward(q, int8, v, out, lse, dout)),
         ("cu_seqlens_q", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_q=table[0])),
         ("cu_seqlens_k", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_k=table[0])),
