@@ -146,7 +146,7 @@ def test_backward_names_its_gradients():
     table = TABLE.clone().requires_grad_()
     result = dense(q, k, v, relative(table), documents)
     torch.testing.assert_close(found.dscore_mod[0], torch.autograd.grad(result, table, dout)[0], atol=1e-5, rtol=1e-4)
-    with pytest.raises(InvalidArgument, match="'score_mod' of a call whose score_mod captures no float tensor"):
+    with pytest.raises(InvalidArgument, match="'score_mod', in a call whose score_mod captures no float tensor"):
         attention_backward(q, k, v, out, lse, dout, grads=("score_mod",), mask_mod=documents)
     again = attention_backward(q, k, v, out, lse, dout, grads=("q", "score_mod"), **options)
     assert torch.equal(found.dscore_mod[0], again.dscore_mod[0])
@@ -199,6 +199,14 @@ def test_tensors_of_functions_without_a_key_are_freed():
     kept = call(Holder())
     gc.collect()
     assert kept() is None
+
+
+def test_calls_without_memory():
+    """On the meta device only shapes count, of captured tensors too."""
+    q, k, v = (x.to("meta") for x in tensors())
+    options = {"score_mod": relative(TABLE), "mask_mod": lambda b, h, i, j: (i + j) % 3 > 0}
+    assert attention(q, k, v, **options).shape == q.shape
+    assert plan(q, k, v, **options).backend == "torch"
 
 
 def test_captured_tensors_that_require_grad_in_other_places_are_refused():
