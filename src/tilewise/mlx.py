@@ -9,7 +9,7 @@ signatures from the names of buffers; the source and the bodies of entries are t
     out = attention(q, k, v, causal=True, window=4096)
 
 The functions take the options of `tilewise.attention` and its kin, as mx.arrays or numbers, except `out`, `tile_map` (a
-mask's tiles are classified anyway) and `Quantised` tensors.
+mask's tiles are classified anyway), dropout and `Quantised` tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ DTYPES = {
 MLX = {of: name for name, of in DTYPES.items()}
 Outputs = dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes
 FEWEST = 8  # elements: MLX passes smaller arrays in another address space
-REFUSED = {"out": "MLX arrays are not written to", "tile_map": "a mask's tiles are classified anyway"}
+ON_CPU = "tilewise.attention takes MLX arrays on the CPU"
+REFUSED = {
+    "out": "MLX arrays are not written to",
+    "tile_map": "a mask's tiles are classified anyway",
+    "dropout_p": ON_CPU,
+    "dropout_seed": ON_CPU,
+}
 make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # replaced by tests
 
 
@@ -102,7 +108,7 @@ def _run(entry: str, check: Callable[..., Call], arrays: dict[str, Any], options
     if make_kernel is mx.fast.metal_kernel and not mx.metal.is_available():
         raise Unsupported("metal", "this MLX has no Metal", "use tilewise.attention, which takes MLX arrays on the CPU")
     if (reason := unserved(call.problem)) is not None:
-        raise Unsupported("metal", reason, "tilewise.attention takes MLX arrays on the CPU")
+        raise Unsupported("metal", reason, ON_CPU)
     return _launch(call, arrays)
 
 

@@ -380,6 +380,33 @@ def test_plan():
     assert tilewise.plan(q, q, q, dropout_p=0.0).problem == tilewise.plan(q, q, q).problem
 
 
+@pytest.mark.parametrize(("machine", "chosen", "passed_over"), [
+    ("sm_90", "triton", ("hopper", "it has no dropout")), ("apple-m3", "torch", ("metal", "it has no dropout")),
+])  # fmt: skip
+def test_plans_for_other_machines(machine, chosen, passed_over):
+    q = torch.zeros(1, 8, 600, 128, dtype=torch.bfloat16, requires_grad=True)
+    planned = tilewise.plan(q, q, q, dropout_p=P, device=machine)
+    assert (planned.backend, planned.backward.backend) == (chosen, chosen)
+    assert passed_over in planned.passed_over
+
+
+def test_positions_of_a_tree_go_to_plain_torch():
+    q, tree = draw(1, 2, 4, 8), torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    call = {"tree_mask": tree, "positions": ints(5, 6, 6, 7)[None], **DROPPED}
+    keys = draw(1, 2, 9, 8)
+    assert tilewise.plan(q, keys, keys, **call).backend == "torch"
+    assert torch.equal(attention(q, keys, keys, **call), attention(q, keys, keys, backend="torch", **call))
+    torch.testing.assert_close(attention(q, keys, keys, **call), attention(q, keys, keys, backend="reference", **call))
+
+
+def test_several_ranks_refuse_it():
+    from tilewise.distributed import arguments
+
+    with pytest.raises(InvalidArgument, match="dropout_p: got an option that does not work over several ranks"):
+        arguments._supported({"dropout_p": 0.1})
+    assert arguments._supported({"dropout_p": 0.0, "causal": True}) == {"causal": True}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hidden_values_have_no_effect(backend):
     """Nor NaN in what is dropped from the sum of no row: keys past a length."""

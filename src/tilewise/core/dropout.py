@@ -72,8 +72,15 @@ def with_seed(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     dropout_p, seed = as_dropout_p(options.pop("dropout_p", 0.0)), options.pop("dropout_seed", None)
     if not dropout_p:
         return options
-    seed = torch.randint(MOST_SEED, (1,), device=device) if seed is None else as_seed(seed, device)
+    seed = drawn_seed(device) if seed is None else as_seed(seed, device)
     return options | {"dropout_p": dropout_p, "dropout_seed": seed}
+
+
+def drawn_seed(device: torch.device) -> torch.Tensor:
+    """From torch's generator of the device: no wait, and each replay of a CUDA graph draws another."""
+    if device.type == "mps":  # which draws ints of 32 bits
+        return torch.randint(MOST_SEED, (1,), device="cpu").to(device)
+    return torch.randint(MOST_SEED, (1,), device=device)
 
 
 def as_seed(seed: Any, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from .backward_cells import add_distances, multiply_cells, probs_full, probs_mas
 from .backward_mask import add_bias, add_mask
 from .backward_mods import add_loads
 from .backward_selected import hide_unselected
-from .dropout import drop_columns_of_gradients, has_dropout
+from .dropout import has_dropout, probs_of_columns
 from .mask import mask_span
 from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
@@ -96,12 +96,12 @@ def differentiate(p, g, t, tile, R, ld, count, factor):
         hiding = bias_scores(p, t, tile, s, ld, first, R, key, n)
         if p.indices:
             hiding |= hide_unselected(p, t, tile, s, ld, first, key, n)
-        if hiding:
+        if has_dropout(p):
+            probs_of_columns(p, t, tile, s, ds, ld, first, key, n, factor)
+        elif hiding:
             probs_masked(s, ds, ld, n, m, l, factor)
         else:
             probs_full(s, ds, ld, n, m, l, factor)
-        if has_dropout(p):
-            drop_columns_of_gradients(p, t, tile, s, ds, ld, first, key, n)
         if g.load_count:
             add_loads(p, g, t, tile, ds, ld, first, R, key, n)
         if g.by_score:

@@ -6,6 +6,7 @@ Weights of dropped cells become 0. In prefill the others are multiplied once, in
 # mypy: ignore-errors
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..codegen.vector import I16, I32, I64, Emit, Value, W, microkernel
 from ..gemm.amx import BLOCK, TILE
 from ..kv_access import affine
 from .selected_keys import selected_key
+from .softmax import LOG2E
 
 KEYS_OF_COUNTER = 8
 PAIRS, PAIR_BYTES = np.int64(BLOCK // 2), 4 * W  # of keys in a block, and of W rows
@@ -124,25 +126,27 @@ def drop_cells(e: Emit, s: Value, step: Value, count: Value, heads: Value, posit
     cells.each(count, first, stride, drop)
 
 
-@microkernel("iiiiiiiiiiiiif")
-def drop_gradients(e: Emit, s: Value, ds: Value, step: Value, count: Value, delta: Value, heads: Value,
-                   positions: Value, batch: Value, k_start: Value, first: Value, stride: Value, seed: Value,
-                   threshold: Value, scale: Value) -> None:  # fmt: skip
-    """P and dS = P (dP - delta), computed without dropout, to those with it: P scale and P (scale dP - delta) of kept
-    cells, 0 and -P delta of others. Where P is 0, dS stays: V or delta may be NaN there.
+@microkernel("iiiiiifiiiiiiiif")
+def probs_dropped(e: Emit, s: Value, ds: Value, step: Value, count: Value, lse: Value, delta: Value, factor: Value,
+                  heads: Value, positions: Value, batch: Value, k_start: Value, first: Value, stride: Value,
+                  seed: Value, threshold: Value, scale: Value) -> None:  # fmt: skip
+    """`backward_cells.probs_masked` with dropout: scores s to P after it, and dP in `ds` to dS = P (dP - delta), with P
+    before it and dP after it.
     """
     b = e.builder
     cells = cells_of_rows(e, heads, positions, k_start, batch, seed, threshold)
-    minus_delta, scale = b.fneg(e.load(delta)), e.splat(scale)
-    rest = b.fsub(e.f32s(1.0), scale)
+    minus_lse, minus_delta, log2e = b.fneg(e.load(lse)), b.fneg(e.load(delta)), e.f32s(LOG2E)
+    factor, scale = e.splat(factor), e.splat(scale)
 
     def drop(j: Value, kept: Value) -> None:
         at = b.mul(j, step)
-        p, y = e.load(s, at), e.load(ds, at)
-        dropped = b.fmul(p, minus_delta)
-        y_kept = e.fma(scale, y, b.fmul(rest, dropped))
-        y = b.select(b.fcmp_ordered("==", p, e.zeros), y, b.select(kept, y_kept, dropped))
-        e.store(b.select(kept, b.fmul(p, scale), e.zeros), s, at)
+        x, dp = e.load(s, at), e.load(ds, at)
+        p = e.exp2_of_product(e.fma(x, factor, minus_lse), log2e)
+        y = b.fmul(p, b.select(kept, e.fma(scale, dp, minus_delta), minus_delta))
+        hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))  # V may be NaN there, and the row's lse too
+        y = b.select(hidden, e.zeros, y)
+        p = b.select(b.or_(hidden, b.not_(kept)), e.zeros, b.fmul(p, scale))
+        e.store(p, s, at)
         e.store(y, ds, at)
 
     cells.each(count, first, stride, drop)
@@ -220,15 +224,15 @@ def drop_columns(p, t, item, s, step, first, key, count):
 
 
 @jit
-def drop_columns_of_gradients(p, t, tile, s, ds, step, first, key, count):
-    """P and dS of the same."""
+def probs_of_columns(p, t, tile, s, ds, step, first, key, count, factor):
+    """P and dS of the same, of their scores and dP."""
     places, seed = affine(p, tile.b, ZERO), get_i64(p.dropout_seed)
     heads, positions, start, stride = t.heads + 4 * first, t.positions + 4 * first, places.k_start, places.k_stride
-    n = ONE if p.indices else types.int64(count)
+    n, m, l = ONE if p.indices else types.int64(count), t.m + 4 * first, t.l + 4 * first
     for j in range(0, count, n):
         at, here = start + stride * (selected_key(t.selected, key + j) if p.indices else types.int64(key)), 4 * j * step
-        drop_gradients(s + here, ds + here, step, n, t.l + 4 * first, heads, positions, tile.b, start, at, stride, seed,
-                       p.dropout_threshold, F(p.dropout_scale))  # fmt: skip
+        probs_dropped(s + here, ds + here, step, n, m, l, factor, heads, positions, tile.b, start, at, stride, seed,
+                      p.dropout_threshold, F(p.dropout_scale))  # fmt: skip
 
 
 @jit
