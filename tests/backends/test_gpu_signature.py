@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from tilewise.core.mask_rules import RULE_NUMBERS
 
 
 def made(function, do_not_specialize):
-    return function, do_not_specialize
+    return SimpleNamespace(function=function, plain=do_not_specialize)
 
 
 @kernel_of(["q", "n", "rules"], ["n", "rules"], made)
@@ -22,7 +23,7 @@ def body(a, S):
 
 
 def test_a_body_reads_the_arguments_that_its_kernel_takes():
-    function, plain = body
+    function, plain = body.function, body.plain
     assert list(inspect.signature(function).parameters) == ["q", "n", *RULE_NUMBERS, "S"]
     assert plain == ["n", *RULE_NUMBERS]
     rules = tuple(range(len(RULE_NUMBERS)))
@@ -31,7 +32,7 @@ def test_a_body_reads_the_arguments_that_its_kernel_takes():
 
 def test_lines_keep_their_numbers():
     text = Path(__file__).read_text().splitlines()
-    assert text[body[0].__code__.co_firstlineno - 1] == "def body(a, S):"
+    assert text[body.function.__code__.co_firstlineno - 1] == "def body(a, S):"
 
 
 def test_the_forward_kernel_takes_what_is_declared():

@@ -27,6 +27,7 @@ PRIVATE_MODULES = (
 OTHERS = {"_asdict", "_fields", "_getframe", "_replace"}  # of Python
 ELSEWHERE = {  # of other libraries
     "compat/flex_attention.py": {"_instance"},
+    "compat/xformers.py": {"_bias", "_window_size"},
     "tools/serve.py": {"_chat_handler", "_completion_handler", "_model_manager", "_response_handler", "_thread"},
     "tools/serve_requests.py": {"_build_generation_config"},
     "tools/bench/peers/cpu_attn.py": {"_C"},  # torch.ops._C is what vLLM calls its operators
