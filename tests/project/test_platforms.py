@@ -1,8 +1,12 @@
 """docs/platforms.md: a cell of the table is a record and a command, or empty."""
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 from tilewise.backends.gpu.coverage import KERNELS
 from tilewise.backends.gpu.target import AMD, CARDS
@@ -48,6 +52,22 @@ def test_versions_of_triton_are_those_of_the_table():
             for version, gpus in entries.items():
                 word = "does not compile" if gpus is None else "executed" if gpus else "compiled"
                 assert word in said[version][backend], (backend, family, version)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.parametrize("name", ["triton_versions", "torch_versions"])
+def test_tables_of_versions_are_their_records(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    tool = importlib.import_module(name)
+    record = json.loads(tool.RECORD.read_text())
+    assert tool.SAID.search(PAGE)[0] == tool.said(record.get("kernels") or record["versions"])
+
+
+def test_no_main_loop_spills_where_triton_3_6_does_not():
+    record = json.loads((ROOT / "benchmarks/records/aot/triton_versions.json").read_text())
+    for name, rows in record["kernels"].items():
+        for version, row in rows.items():
+            assert row["spills"] <= rows["3.6.0"]["spills"], (name, version)
 
 
 def test_instructions_of_arm_are_those_of_the_record():

@@ -163,7 +163,8 @@ def test_quantised_pages_take_few_instructions(kind, most, scales):
     rows = 32 * (64 if kind == "int4" else 128) * 2  # bytes of K and V in a tile
     assert count(body, r"LDGSTS.*\.128") == rows // (32 * 16)
     assert count(body, r"LDGSTS") - rows // (32 * 16) == scales, "for each key, of two groups of K and V"
-    assert count(body, "BAR.SYNC") <= 2, "nothing is shared between warps"
+    barriers = 5 if triton.__version__.startswith("3.9") else 2  # 3.9 puts three around what a warp keeps to itself
+    assert count(body, "BAR.SYNC") <= barriers, "nothing is shared between warps"
     assert count(body, r"LDG\.") <= 4, "the pages of the next tile"
 
 

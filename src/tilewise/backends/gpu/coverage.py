@@ -28,7 +28,7 @@ def ran(*gpus: str) -> Known:
 
 
 HOPPER = {"3.6": ran("sm_90"), "3.7": COMPILES, "3.8": COMPILES, "3.9": COMPILES}
-TRITON = {"3.6": ran("sm_90"), "3.7": COMPILES}
+TRITON = {"3.6": ran("sm_90"), "3.7": COMPILES, "3.9": COMPILES}
 
 KERNELS: dict[str, dict[str, dict[str, Known]]] = {
     "hopper": {

@@ -1,6 +1,6 @@
 """The consumers: two warpgroups whose gradients of 64 outer rows stay in their registers."""
 
-from ....gpu.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ....gpu.gluon import gl, gluon, mbarrier, opaque, warpgroup_mma, warpgroup_mma_wait
 from ..arguments import tile
 from ..consumer import capped, select_visible
 from ..products import part_factors, stat_factors
@@ -23,10 +23,10 @@ def start_scores(a, buf, u, factors, C: gl.constexpr):
     stage = u % a.S.u_stages
     mbarrier.wait(buf.u_full.index(stage), (u // a.S.u_stages) & 1)
     s = gl.zeros([64, BI], gl.float32, score_layout(a.S))
-    x = buf.x.index(C + (u >> 30)).reshape([64, a.S.D])
+    x = buf.x.index(C + (opaque(u) >> 30)).reshape([64, a.S.D])
     s = warpgroup_mma(x, tile(buf.u, u, a.S.u_stages, BI, a.S.D).permute((1, 0)), s, use_acc=False, is_async=True)
     if a.S.tail > 0:
-        x1 = buf.x1.index(C + (u >> 30)).reshape([64, a.S.tail])
+        x1 = buf.x1.index(C + (opaque(u) >> 30)).reshape([64, a.S.tail])
         s = warpgroup_mma(x1, tile(buf.u1, u, a.S.u_stages, BI, a.S.tail).permute((1, 0)), s, is_async=True)
     if not a.S.of_queries and not a.S.softcap:
         lse = buf.stats.index(stage).slice(0, 16, 1)  # [BI, 16]
@@ -40,7 +40,7 @@ def start_dp(a, buf, u, factors, C: gl.constexpr):
     BI: gl.constexpr = a.S.BI
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
     dp = gl.zeros([64, BI], gl.float32, score_layout(a.S))
-    y = buf.y.index(C + (u >> 30)).reshape([64, a.S.DV])
+    y = buf.y.index(C + (opaque(u) >> 30)).reshape([64, a.S.DV])
     w = tile(buf.w, u, a.S.w_stages, BI, a.S.DV)
     dp = warpgroup_mma(y, w.permute((1, 0)), dp, use_acc=False, is_async=True)
     if not a.S.of_queries:
