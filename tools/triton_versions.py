@@ -4,8 +4,7 @@
     PYTHONPATH=.cache/triton-3.9.0 python tools/triton_versions.py
     python tools/triton_versions.py --docs              the record as a table, in docs/platforms.md
 
-Compiles nothing twice for the same program. A version's kernels that are in the record and whose sources have changed
-are compiled again.
+It compiles what the record lacks; --again: everything, after a change of the kernels.
 """
 
 from __future__ import annotations
@@ -72,24 +71,18 @@ def write(rows: dict[str, dict[str, Row]]) -> None:
     RECORD.write_text(f'{{"command": "make loops WITH=3.9.0", "target": "{TARGET}", "kernels": {{\n  {body}\n}}}}\n')
 
 
-def compile_all(wanted: str, seconds: float) -> None:
-    """First what the record lacks, then what it has of other sources."""
+def compile_all(wanted: str, again: bool, seconds: float) -> None:
     end, rows, version = time.monotonic() + seconds, read(), triton.__version__
-    todo = []
     for case in (case for case in CASES if wanted in case):
-        for key, name, kernel, given in entries(f"hopper {case}", TARGET):
+        for _, name, kernel, given in entries(f"hopper {case}", TARGET):
             if name.removeprefix("gluon ") not in MAIN:
                 continue
-            label = case + part_of(kernel.constants["S"])
-            found = rows.setdefault(label, {}).get(version)
-            if found is None or found["key"] != key:
-                todo.append((found is not None, label, key, kernel, given))
-    for _, label, key, kernel, given in sorted(todo, key=lambda each: each[0]):
-        if time.monotonic() > end:
-            return
-        rows[label][version] = loops_of(kernel, given) | {"key": key}
-        print(f"{version} {label}: {rows[label][version]}", flush=True)
-        write(rows)
+            row = rows.setdefault(case + part_of(kernel.constants["S"]), {})
+            if (version in row and not again) or time.monotonic() > end:
+                continue
+            row[version] = loops_of(kernel, given)
+            print(f"{version} {case}: {row[version]}", flush=True)
+            write(rows)
 
 
 def span(numbers: list[int]) -> str:
@@ -113,13 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after so many")
     parser.add_argument("--cases", default="", help="only kernels that have this in their name")
+    parser.add_argument("--again", action="store_true", help="what is in the record too")
     parser.add_argument("--docs", action="store_true", help="compile nothing, write what the record says")
     args = parser.parse_args()
     if args.docs:
         text = said(read())
         DOCS.write_text(SAID.sub(lambda _: text, DOCS.read_text(), count=1))
     else:
-        compile_all(args.cases, args.seconds)
+        compile_all(args.cases, args.again, args.seconds)
 
 
 if __name__ == "__main__":

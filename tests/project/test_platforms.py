@@ -67,7 +67,7 @@ def test_no_main_loop_spills_where_triton_3_6_does_not():
     record = json.loads((ROOT / "benchmarks/records/aot/triton_versions.json").read_text())
     for name, rows in record["kernels"].items():
         for version, row in rows.items():
-            assert row["spills"] <= rows["3.6.0"]["spills"], (name, version)
+            assert row["spills"] <= rows.get("3.6.0", {"spills": 0})["spills"], (name, version)
 
 
 def test_instructions_of_arm_are_those_of_the_record():
