@@ -56,9 +56,9 @@ versions: $(VENV)-lowest/.installed $(VENV)-hopper/.installed $(VENV)-newest/.in
 	$(VENV)-hopper/bin/tilewise verify --device cpu
 	$(VENV)-newest/bin/tilewise verify --device cpu
 
-torches: ## a first CPU call with each torch of docs/platforms.md, in environments of their own (downloads several GB)
-	$(PYTHON) tools/torch_versions.py
-	$(PYTHON) tools/torch_versions.py --docs
+torches: $(VENV)/.installed-dev ## a first CPU call with each torch of docs/platforms.md, in environments of their own (downloads several GB)
+	$(BIN)/python tools/torch_versions.py
+	$(BIN)/python tools/torch_versions.py --docs
 
 arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, emulated (Debian; downloads 300 MB)
 	$(BIN)/python tools/arm/environment.py .cache/arm

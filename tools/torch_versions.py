@@ -16,6 +16,8 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from tilewise.tools.bench.report import json_text
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks/records/cpu/torch_versions.json"
 DOCS = ROOT / "docs/platforms.md"
@@ -33,7 +35,7 @@ exact = tilewise.attention(q, k, v, causal=True, q_offset=200, backend="referenc
 print(json.dumps({
     "torch": torch.__version__, "python": platform.python_version(), "numpy": numpy.__version__,
     "numba": numba.__version__, "backend": tilewise.plan(q, k, v, causal=True, q_offset=200).backend,
-    "error": float((out - exact).abs().max()),
+    "error": float(f"{(out - exact).abs().max():.2g}"),
 }))
 """
 
@@ -80,8 +82,7 @@ def main() -> None:
         rows[version] = first_call(version, args.environments)
         print(rows[version], flush=True)
         rows = {each: rows[each] for each in VERSIONS if each in rows}
-        lines = ",\n  ".join(f"{json.dumps(each)}: {json.dumps(row)}" for each, row in rows.items())
-        RECORD.write_text(f'{{"command": "python tools/torch_versions.py", "versions": {{\n  {lines}\n}}}}\n')
+        RECORD.write_text(json_text({"command": "make torches", "versions": rows}) + "\n")
 
 
 if __name__ == "__main__":

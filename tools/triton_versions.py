@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tests/helpers"))
 import triton  # noqa: E402
 from assembler import assembled, disassembled, multiplying  # noqa: E402
 from compile_matrix import MAIN, entries, source_of  # noqa: E402
+from tilewise.tools.bench.report import json_text  # noqa: E402
 
 RECORD = ROOT / "benchmarks/records/aot/triton_versions.json"
 DOCS = ROOT / "docs/platforms.md"
@@ -62,13 +63,8 @@ def read() -> dict[str, dict[str, Row]]:
 
 
 def write(rows: dict[str, dict[str, Row]]) -> None:
-    """A line for each kernel and version."""
-    lines = []
-    for name, versions in rows.items():
-        each = ",\n   ".join(f"{json.dumps(v)}: {json.dumps(versions[v])}" for v in sorted(versions))
-        lines.append(f"{json.dumps(name)}: {{\n   {each}}}")
-    body = ",\n  ".join(lines)
-    RECORD.write_text(f'{{"command": "make loops WITH=3.9.0", "target": "{TARGET}", "kernels": {{\n  {body}\n}}}}\n')
+    head = {"command": "make loops WITH=3.9.0", "target": TARGET}
+    RECORD.write_text(json_text(head | {"kernels": rows}) + "\n")
 
 
 def compile_all(wanted: str, again: bool, seconds: float) -> None:

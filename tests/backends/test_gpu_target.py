@@ -43,7 +43,7 @@ def test_a_triton_that_does_not_do_is_a_reason_not_an_error(monkeypatch, version
 
 def test_versions_of_triton(monkeypatch):
     """What compiles is served; what has not run, or was never tried, is a question."""
-    served, older = {"3.6.1": None, "3.7.0+git1234": "compiled with Triton 3.7"}, {"3.10.0": "never tried"}
+    served, older = {"3.6.1": None, "3.7.0+git1234": "compiled with Triton 3.7"}, {"3.10.0": "not tested"}
     for version, said in (served | older).items():
         monkeypatch.setattr(target, "triton_version", lambda version=version: version)
         for backend in KERNELS:
