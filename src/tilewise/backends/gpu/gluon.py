@@ -48,7 +48,7 @@ SEEN = {
         "3.8 3.9": "async_copy.async_load tma.async_load tma.async_store tma.async_atomic_add",
     },
     "triton.language.core": {ALL: "_aggregate base_value"},
-    "triton._C.libtriton": {"3.6 3.7": "ir.DESCRIPTOR_REDUCE_KIND.ADD"},
+    "triton._C.libtriton": {ALL: "ir.DESCRIPTOR_REDUCE_KIND.ADD"},
 }
 
 
