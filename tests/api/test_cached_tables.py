@@ -118,7 +118,7 @@ def test_calls_that_write_to_the_callers_memory(form):
     assert len(call_cache._known) == known + 1
     near = pool.flatten()[q.numel() - 8 :][: q.numel()].view(q.shape)
     for wrong in (pool[0], near):
-        with pytest.raises(InvalidArgument, match=r"^out: got memory that q is in"):
+        with pytest.raises(InvalidArgument, match=r"^out: got memory that it shares with q"):
             call(q, *rest, out=wrong)
 
 

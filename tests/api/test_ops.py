@@ -239,18 +239,19 @@ def test_opcheck_gradients(name):
 
 
 def test_opcheck_of_the_operators_of_derivatives():
-    """Each is differentiable in its turn, but for the last."""
+    """Each is differentiable in its turn, but for the last two."""
     q, k, v = dense()
     out, lse = attention(q, k, v, causal=True, sinks=torch.ones(4), return_lse=True)
     given = {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
-    given["sinks"] = torch.ones(4)
+    given |= {"sinks": torch.ones(4), "dentropy": torch.randn_like(lse)}
+    given["dkey_mass"] = torch.randn(*lse.shape[:2], k.shape[2])
     given |= {"q": q, "k": k, "v": v, "moved_out": torch.randn_like(out), "moved_lse": torch.randn_like(lse)}
     asked = {"grads": "q,k,v,sinks", "moved": "q,sinks", "tangents": [torch.randn_like(q), torch.ones(4)]}
     for name, names in tilewise.derivative_ops.ARGUMENTS.items():
         operator = getattr(torch.ops.tilewise, name).default
         tensors = [given.get(which, asked.get(which)) for which in names]
         torch.library.opcheck(operator, tuple(tensors), {"causal": True})
-        if name != "attention_second_order":
+        if name not in ("attention_second_order", "attention_statistics_backward"):
             needing = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in tensors]
             torch.library.opcheck(operator, tuple(needing), {"causal": True})
 

@@ -138,5 +138,5 @@ def test_repeats_are_judged(monkeypatch):
             return AttentionState(out + 1e-3 if self.calls == 2 else out, lse)
 
     monkeypatch.setattr(check, "make", lambda *args, **options: Odd(made(*args, **options)))
-    with pytest.raises(Mismatch, match="other bits"):
+    with pytest.raises(Mismatch, match="differs from the first"):
         check_repeats(case, case, "torch")

@@ -155,7 +155,7 @@ def test_ring_after_truncation():
         compare(cache, models, 1)
         compare(cache, models, 2, window=3)
         compare(cache, models, 1, window=5)
-    with pytest.raises(InvalidArgument, match=r"length: got 0, expected .* what row 0 holds"):
+    with pytest.raises(InvalidArgument, match=r"length: got 0, expected .* the tokens of row 0"):
         cache.truncate(0, 0)
     cache.reset(0)
     models[0] = Row()

@@ -58,7 +58,7 @@ def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
     assert done.stdout == "[]\n"
 
 
-COMMANDS = "doctor demo chat embed serve plan scale bench report compare verify tune warmup".split()
+COMMANDS = "doctor demo chat embed serve run plan bench report compare verify tune warmup".split()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=str)

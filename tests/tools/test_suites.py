@@ -121,7 +121,7 @@ def test_the_command_writes_tables_json_page_and_picture(tiny, tmp_path, capsys)
     assert data["command"] == "tilewise " + " ".join(command)
     assert data["dtype"] == "f32"
     assert data["peers"]["sdpa"] is None
-    assert "compiles anew" in data["peers"]["flex"]
+    assert "compiles again" in data["peers"]["flex"]
     record = Record.read(names["json"])
     assert record.as_data() == data, "reading and writing again changes nothing"
     assert "<svg" in names["html"].read_text()

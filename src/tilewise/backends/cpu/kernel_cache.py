@@ -40,7 +40,7 @@ READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 LOCK_WAIT = 60  # seconds to wait for another process; it may have been stopped
 # Files of `core` with constants of kernels, on which their code depends, and that make an expression from its text.
 EXPRESSION = tuple(f"expression/{name}.py" for name in ("build", "derivative", "mods", "node", "text"))
-CORE_SOURCES = ("large_lse.py", "mask_rules.py", "private/numba.py", "storage.py", *EXPRESSION)
+CORE_SOURCES = ("dropout.py", "large_lse.py", "mask_rules.py", "private/numba.py", "storage.py", *EXPRESSION)
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
