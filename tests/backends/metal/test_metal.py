@@ -13,6 +13,7 @@ import tilewise
 from conformance import Conformance
 from metal_sim import needs_simulator, problem, simulator
 from mslsim.lint import lint
+from slow import slowly
 from strategies import cases
 from tilewise.backends.metal import config, launch, text
 from tilewise.backends.metal.options import MASK_KINDS
@@ -21,6 +22,7 @@ from tilewise.core.storage import PLAIN, quantised_names, stored_as
 from tilewise.core.tensors import Tensors
 from tilewise.errors import Unsupported
 from tilewise.testing.case import Case, Inputs, make
+from tilewise.testing.cases import CASES
 from tilewise.testing.check import Mismatch, check_call, check_case
 from tilewise.testing.properties import SOME, same
 
@@ -36,6 +38,11 @@ class TestMetal(Conformance):
     def simulated(self):
         with simulator():
             yield
+
+    # Nearly each case has a text of its own, which g++ compiles in two seconds on a new machine.
+    @pytest.mark.parametrize("case", [*CASES[::3], *slowly(*CASES[1::3], *CASES[2::3])], ids=str)
+    def test_case(self, case):
+        super().test_case(case)
 
 
 # Each width that was promised, in each type, ragged and with D != Dv, prefill and decode.
