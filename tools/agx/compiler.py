@@ -10,10 +10,10 @@ from agx.translate import ENTRY
 CLANG = (
     "clang-22 -x clcpp -cl-std=CLC++2021 -target spirv64 -O2 -c -w -Wno-c++11-narrowing "
     "-Xclang -finclude-default-header -Xclang -fdeclare-opencl-builtins "
-    "-cl-ext=+cl_khr_fp16,+cl_khr_subgroups,+cl_khr_subgroup_shuffle -D__opencl_c_subgroups=1 -I/work"
+    "-cl-ext=+cl_khr_fp16,+cl_khr_subgroups,+cl_khr_subgroup_shuffle -D__opencl_c_subgroups=1 -I/build"
 ).split()
 # The shim is a kernel driver that does nothing: the compiler takes it for an M1.
-HOST = "/lib64/ld-linux-x86-64.so.2 --preload /usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so /work/host".split()
+HOST = "/lib64/ld-linux-x86-64.so.2 --preload /usr/lib/x86_64-linux-gnu/libasahi_noop_drm_shim.so /build/host".split()
 ENVIRONMENT = {"RUSTICL_ENABLE": "asahi", "MESA_SHADER_CACHE_DISABLE": "true"}
 # The driver compiles helpers of its own before.
 _STATISTICS = re.compile(
@@ -41,7 +41,7 @@ def prepare() -> None:
         (packages.WORK / name).write_text((here / name).read_text())
     traits = (here.parent / "mslsim/include/mslsim/traits.h").read_text()
     (packages.WORK / "traits.h").write_text(_with_spaces(traits))
-    _checked(packages.inside(["clang-22", "-O1", "/work/host.c", "-o", "/work/host", "-l:libOpenCL.so.1"]))
+    _checked(packages.inside(["clang-22", "-O1", "/build/host.c", "-o", "/build/host", "-l:libOpenCL.so.1"]))
 
 
 def _with_spaces(traits: str) -> str:
@@ -59,11 +59,11 @@ template <class T> using remove_addrspace_t = typename remove_addrspace<remove_c
 def compile_text(text: str) -> Code | str:
     """Of a text in C++ for OpenCL; or how Mesa failed: very large kernels trip over its own assertions."""
     (packages.WORK / "kernel.clcpp").write_text(text)
-    _checked(packages.inside([*CLANG, "/work/kernel.clcpp", "-o", "/work/kernel.spv"]))
+    _checked(packages.inside([*CLANG, "/build/kernel.clcpp", "-o", "/build/kernel.spv"]))
     said = ""
     for scheduled in (True, False):
         debug = "shaderdb" if scheduled else "shaderdb,nosched"
-        done = packages.inside([*HOST, "/work/kernel.spv", ENTRY], ENVIRONMENT | {"AGX_MESA_DEBUG": debug})
+        done = packages.inside([*HOST, "/build/kernel.spv", ENTRY], ENVIRONMENT | {"AGX_MESA_DEBUG": debug})
         said = done.stdout + done.stderr
         found = _STATISTICS.findall(said)
         if done.returncode == 0 and found:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "agx"
 ROOT = FOLDER / "root"
-WORK = ROOT / "work"  # /work for the programs
+WORK = ROOT / "build"  # /build for the programs
 WANTED = ("mesa-drm-shim", "mesa-opencl-icd", "ocl-icd-libopencl1", "clang-22")
 KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 MIRROR = "http://deb.debian.org/debian"
@@ -41,7 +41,7 @@ def unpack() -> None:
         (ROOT / "usr" / part).mkdir(parents=True, exist_ok=True)
         if not (ROOT / part).is_symlink():
             (ROOT / part).symlink_to(f"usr/{part}")
-    for part in ("proc", "sys", "dev", "tmp", "work"):
+    for part in ("proc", "sys", "dev", "tmp", "build"):
         (ROOT / part).mkdir(exist_ok=True)
     for package in archives():
         subprocess.run(["dpkg", "-x", str(package), str(ROOT)], check=True)
