@@ -189,15 +189,17 @@ def check_gradients(case, device="cpu"):
     for name, x in zip(leaves, found, strict=True):
         layout = inputs.options.get("layout", "bhld")
         right, rounded = (as_argument(y[name], call, name, layout, leaves[name]) for y in (exact, plain))
-        scale = float(right.abs().max()) if right.numel() else 0.0
-        allowed = 3 * largest_error(rounded, right) + 4 * torch.finfo(x.dtype).eps * scale + 1e-6
+        # The 2x rule, and an ulp of the terms: they are about 1 and may cancel, with one visible key to 0.
+        size = max(1.0, float(right.abs().max())) if right.numel() else 1.0
+        allowed = 2 * largest_error(rounded, right) + torch.finfo(x.dtype).eps * size
         judge(f"d{name}", x, right, allowed, x.dtype)
 
 
-@pytest.mark.parametrize("case", [c for c in GRADIENTS if c.form != "paged"][::3], ids=str)
+# Not those whose V or shared columns are views: their gradients are those of the whole.
+@pytest.mark.parametrize(
+    "case", [c for c in GRADIENTS if c.form != "paged" and not (c.latent or c.shared)][::3], ids=str
+)
 def test_gradients(case):
-    if case.latent or case.shared:
-        pytest.skip("a view: its gradients are those of the whole")
     check_gradients(case)
 
 
